@@ -1,0 +1,71 @@
+"""What planning needs to know of a GPU, as a table, so that plans are made without one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class GpuSpec:
+    """Capacities and sustained rates of one GPU.
+
+    `read_gbps` is the sustained read bandwidth of device memory in GB/s and `fp8_tflops` the sustained dense FP8 rate with
+    two-level accumulation in TFLOP/s; `measured` tells measured rates from those scaled from a datasheet.
+    """
+
+    name: str
+    arch: str
+    num_sms: int
+    smem_bytes: int
+    read_gbps: float
+    fp8_tflops: float
+    l2_bytes: int
+    measured: bool = False
+
+    @property
+    def compute_capability(self) -> tuple[int, int]:
+        digits = self.arch.removeprefix("sm_").rstrip("a")
+        return int(digits[:-1]), int(digits[-1])
+
+
+HOPPER_SMEM_BYTES = 232_448  # opt-in maximum of one CTA, sm_90 and sm_100 alike
+
+# Rates of the H200: pure read and two-level FP8 measured on one card, 2026-11-29 (README, "measured facts"). The
+# others are datasheet figures times the fraction the H200 reaches: 4645/4800 of memory, 1440/1979 of FP8.
+GPUS = {
+    "h200": GpuSpec("H200", "sm_90a", 132, HOPPER_SMEM_BYTES, 4645, 1440, 60 << 20, measured=True),
+    "h100-sxm": GpuSpec("H100 SXM", "sm_90a", 132, HOPPER_SMEM_BYTES, 3240, 1440, 50 << 20),
+    "h100-pcie": GpuSpec("H100 PCIe", "sm_90a", 114, HOPPER_SMEM_BYTES, 1935, 1100, 50 << 20),
+    "h20": GpuSpec("H20", "sm_90a", 78, HOPPER_SMEM_BYTES, 3870, 215, 60 << 20),
+    "b200": GpuSpec("B200", "sm_100a", 148, HOPPER_SMEM_BYTES, 7740, 3270, 126 << 20),
+}
+
+
+def gpu_spec(name: str) -> GpuSpec:
+    """The spec called `name` (a key of `GPUS`). Raises ValueError for an unknown name."""
+    try:
+        return GPUS[name.lower()]
+    except KeyError:
+        raise ValueError(f"gpu must be one of {', '.join(GPUS)}; got {name!r}") from None
+
+
+def match_device(device_name: str, arch: str, num_sms: int, smem_bytes: int) -> GpuSpec:
+    """The spec of a detected device: rates from the nearest table row, capacities from the device itself.
+
+    `device_name` is the driver's name (such as "NVIDIA H200"). A device of an architecture with no row raises
+    ValueError, because no kernel exists for it.
+    """
+    rows = [spec for spec in GPUS.values() if spec.arch == arch]
+    if not rows:
+        raise ValueError(
+            f"{device_name} is {arch}; kernels exist for {', '.join(sorted({s.arch for s in GPUS.values()}))}. "
+            "Run on a Hopper GPU (H100, H200, H20)."
+        )
+    words = device_name.lower()
+    row = next(
+        (spec for spec in rows if all(word in words for word in spec.name.lower().split())),
+        next((spec for spec in rows if spec.name.split()[0].lower() in words), rows[0]),
+    )
+    return GpuSpec(
+        device_name, arch, num_sms, smem_bytes, row.read_gbps, row.fp8_tflops, row.l2_bytes, row.measured
+    )

@@ -1,0 +1,78 @@
+"""Which plan for which problem: the only place with opinions. Every threshold says what it was measured on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jitmoe.plan.gpu import GpuSpec
+from jitmoe.plan.plan import MegaMoePlan, PlanError
+from jitmoe.plan.problem import MAX_TOKENS, MoeProblem
+
+# Tokens per active expert up to which the two warpgroups share one 64-token tile. Above it a second read of an
+# expert's weights costs more than half-empty tiles. Guess; to be swept.
+DECODE_TOKENS_PER_EXPERT = 64.0
+
+# Most stages tried. 3 x 32 KiB in flight saturate memory, 4 or 5 are steadier (decode stream, H200, 2026-11-29).
+MAX_STAGES = {"decode": 5, "prefill": 4}
+
+
+@dataclass(frozen=True)
+class Floor:
+    """The least time a problem can take: the larger of its bytes and its FLOP at the GPU's sustained rates."""
+
+    memory_us: float
+    math_us: float
+
+    @property
+    def us(self) -> float:
+        return max(self.memory_us, self.math_us)
+
+    @property
+    def bound(self) -> str:
+        return "memory" if self.memory_us >= self.math_us else "math"
+
+
+def floor(problem: MoeProblem, gpu: GpuSpec) -> Floor:
+    """Weights of the experts hit, each once, and activations in and out, against the FLOP of both GEMMs."""
+    num_bytes = problem.num_active_experts * problem.expert_bytes + problem.activation_bytes
+    return Floor(num_bytes / gpu.read_gbps * 1e-3, problem.flop / gpu.fp8_tflops * 1e-6)
+
+
+def bucket(problem: MoeProblem) -> str:
+    """The bucket of a problem; the kernel depends on the token count through it alone."""
+    return "decode" if problem.tokens_per_active_expert <= DECODE_TOKENS_PER_EXPERT else "prefill"
+
+
+def choose(problem: MoeProblem, gpu: GpuSpec) -> MegaMoePlan:
+    """The plan for `problem` on `gpu`. Raises PlanError if none fits."""
+    name = bucket(problem)
+    for num_stages in range(MAX_STAGES[name], 2, -1):
+        for num_local_pairs in (2048, 1024, 512):
+            plan = MegaMoePlan(
+                arch=gpu.arch,
+                bucket=name,
+                hidden=problem.hidden,
+                intermediate=problem.intermediate,
+                num_experts=problem.num_experts,
+                top_k=problem.top_k,
+                num_stages=num_stages,
+                num_local_pairs=num_local_pairs,
+                producer_regs=40 if name == "prefill" else 88,
+                math_regs=232 if name == "prefill" else 208,
+                unroll_k=4 if name == "prefill" else 1,
+            )
+            if plan.smem.num_bytes <= gpu.smem_bytes:
+                plan.check(gpu)
+                return plan
+    raise PlanError(f"no ring of 3 stages fits {gpu.smem_bytes:,} B of shared memory for {problem}")
+
+
+def plans_of_model(problem: MoeProblem, gpu: GpuSpec) -> dict[str, MegaMoePlan]:
+    """Every kernel a model can need at any token count, by bucket. `problem.num_tokens` is ignored."""
+    plans = {}
+    for num_tokens in (1, MAX_TOKENS):
+        sized = MoeProblem(
+            num_tokens, problem.hidden, problem.intermediate, problem.num_experts, problem.top_k
+        )
+        plans.setdefault(bucket(sized), choose(sized, gpu))
+    return plans

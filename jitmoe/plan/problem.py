@@ -1,0 +1,89 @@
+"""MoeProblem: what the caller wants computed, validated once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MAX_TOKENS = 262_144
+MAX_EXPERTS = 1_024
+MAX_TOP_K = 32
+MAX_HIDDEN = 16_384
+MAX_INTERMEDIATE = 32_768
+QUANT_GROUP = 128  # channels that share one activation scale; also the side of a weight scale block
+
+
+@dataclass(frozen=True)
+class MoeProblem:
+    """One mixture-of-experts layer call.
+
+    num_tokens    rows of x (0 to 262,144)
+    hidden        columns of x, a multiple of 128 up to 16,384
+    intermediate  channels of an expert between its two GEMMs, a multiple of 16 up to 32,768
+    num_experts   experts held here, 1 to 1,024
+    top_k         slots a token has, 1 to 32
+
+    Raises ValueError with got, allowed and remedy.
+    """
+
+    num_tokens: int
+    hidden: int
+    intermediate: int
+    num_experts: int
+    top_k: int
+
+    def __post_init__(self):
+        _check_range("num_tokens", self.num_tokens, 0, MAX_TOKENS, "split the batch over several calls")
+        _check_range("num_experts", self.num_experts, 1, MAX_EXPERTS, "shard the experts over ranks")
+        _check_range("top_k", self.top_k, 1, MAX_TOP_K, "split the slots over two calls and add the results")
+        _check_multiple("hidden", self.hidden, QUANT_GROUP, MAX_HIDDEN)
+        _check_multiple("intermediate", self.intermediate, 16, MAX_INTERMEDIATE)
+
+    @property
+    def num_pairs(self) -> int:
+        """Routed (token, expert) pairs when every slot is used."""
+        return self.num_tokens * self.top_k
+
+    @property
+    def num_active_experts(self) -> float:
+        """Expected experts hit when every token draws top_k distinct experts uniformly."""
+        share = min(1.0, self.top_k / self.num_experts)
+        return self.num_experts * (1.0 - (1.0 - share) ** self.num_tokens)
+
+    @property
+    def tokens_per_active_expert(self) -> float:
+        return self.num_pairs / self.num_active_experts if self.num_tokens else 0.0
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert's e4m3 weights and f32 block scales."""
+        blocks = _blocks(2 * self.intermediate) * _blocks(self.hidden)
+        blocks += _blocks(self.hidden) * _blocks(self.intermediate)
+        return 3 * self.hidden * self.intermediate + 4 * blocks
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes of x (e4m3 and scales), ids, router weights and y."""
+        per_token = self.hidden + 4 * self.hidden // QUANT_GROUP + 8 * self.top_k + 2 * self.hidden
+        return self.num_tokens * per_token
+
+    @property
+    def flop(self) -> int:
+        """Floating-point operations of the two GEMMs (gate, up and down; a multiply-add is two)."""
+        return self.num_pairs * 6 * self.hidden * self.intermediate
+
+
+def _blocks(channels: int) -> int:
+    return -(-channels // QUANT_GROUP)
+
+
+def _check_range(name, got, low, high, remedy):
+    if not isinstance(got, int) or not low <= got <= high:
+        raise ValueError(f"{name} must be an integer from {low} to {high:,}, got {got!r}; {remedy}")
+
+
+def _check_multiple(name, got, step, high):
+    if not isinstance(got, int) or not step <= got <= high or got % step:
+        raise ValueError(
+            f"{name} must be a multiple of {step} up to {high:,}, got {got!r}; "
+            f"pad the weights with zeros to the next multiple"
+        )
