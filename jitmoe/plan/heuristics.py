@@ -57,9 +57,9 @@ def choose(problem: MoeProblem, gpu: GpuSpec) -> MegaMoePlan:
                 top_k=problem.top_k,
                 num_stages=num_stages,
                 num_local_pairs=num_local_pairs,
-                producer_regs=40 if name == "prefill" else 88,
-                math_regs=232 if name == "prefill" else 208,
-                unroll_k=4 if name == "prefill" else 1,
+                producer_regs=56 if name == "prefill" else 88,
+                math_regs=224 if name == "prefill" else 208,
+                unroll_k=1,
             )
             if plan.smem.num_bytes <= gpu.smem_bytes:
                 plan.check(gpu)
@@ -76,3 +76,15 @@ def plans_of_model(problem: MoeProblem, gpu: GpuSpec) -> dict[str, MegaMoePlan]:
         )
         plans.setdefault(bucket(sized), choose(sized, gpu))
     return plans
+
+
+def decode_limit(problem: MoeProblem) -> int:
+    """The largest token count of the decode bucket (tokens per active expert grow with tokens); `num_tokens` is ignored."""
+    low, high = 0, MAX_TOKENS
+    while low < high:
+        middle = (low + high + 1) // 2
+        sized = MoeProblem(
+            middle, problem.hidden, problem.intermediate, problem.num_experts, problem.top_k
+        )
+        low, high = (middle, high) if bucket(sized) == "decode" else (low, middle - 1)
+    return low

@@ -73,9 +73,12 @@ class Plan:
 
     @property
     def constants(self) -> dict[str, int]:
-        """Integer fields and derived constants, by Python name (`num_stages` is `kNumStages` in the kernel)."""
-        own = {f.name: getattr(self, f.name) for f in fields(self)}
-        own = {name: int(value) for name, value in own.items() if isinstance(value, int)}
+        """Integer fields and derived constants, by Python name (`num_stages` is `kNumStages` in the kernel).
+
+        Register counts are left out: they are printed with the roles.
+        """
+        own = {f.name: getattr(self, f.name) for f in fields(self) if not f.name.endswith("_regs")}
+        own = {name: value for name, value in own.items() if isinstance(value, int)}
         return own | {"num_threads": self.num_threads} | self.derived_constants
 
     def check(self, gpu: GpuSpec) -> None:

@@ -1,0 +1,27 @@
+"""jitmoe: the whole mixture-of-experts layer as one CUDA kernel launch, generated for the caller's shape.
+
+Importing it touches no GPU, imports no CuPy and creates no file.
+"""
+
+from jitmoe.fused import mega_moe, warmup, workspace_bytes
+from jitmoe.jit.nvrtc import CompileError
+from jitmoe.plan.plan import MegaMoePlan, PlanError
+from jitmoe.plan.problem import MoeProblem
+from jitmoe.run.driver import DriverError
+from jitmoe.run.workspace import CaptureError, DeviceTimeout, Workspace
+from jitmoe.weights import ExpertWeights
+
+__all__ = [
+    "CaptureError",
+    "CompileError",
+    "DeviceTimeout",
+    "DriverError",
+    "ExpertWeights",
+    "MegaMoePlan",
+    "MoeProblem",
+    "PlanError",
+    "Workspace",
+    "mega_moe",
+    "warmup",
+    "workspace_bytes",
+]

@@ -1,0 +1,100 @@
+"""Kernel: a compiled plan loaded on a device, and its launch. Knows plans, not experts."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+
+from jitmoe.jit.build import Built, build
+from jitmoe.plan.plan import Plan
+from jitmoe.run.driver import call, device_spec, driver
+
+_FORMATS = {"i64": "q", "u64": "Q", "u32": "I", "i32": "i", "f32": "f"}
+
+
+class Kernel:
+    """One plan's kernel on one device; get it from `load`.
+
+    `grid` is the number of blocks of a full cooperative launch: occupancy times SMs.
+    """
+
+    def __init__(self, built: Built, device: int):
+        module = driver()
+        plan = built.plan
+        self.plan, self.key, self.origin = plan, built.key, built.origin
+        self.device = device
+        self._module = call(module.cuModuleLoadData, built.cubin.data)
+        self.function = call(module.cuModuleGetFunction, self._module, plan.name.encode())
+        smem = plan.smem.num_bytes
+        call(
+            module.cuFuncSetAttribute,
+            self.function,
+            module.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+            smem,
+        )
+        blocks_per_sm = call(
+            module.cuOccupancyMaxActiveBlocksPerMultiprocessor, self.function, plan.num_threads, smem
+        )
+        self.grid = blocks_per_sm * device_spec(device).num_sms
+        config = self._config = module.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = self.grid, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = plan.num_threads, 1, 1
+        config.sharedMemBytes = smem
+        cooperative = module.CUlaunchAttribute()
+        cooperative.id = module.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+        cooperative.value.cooperative = 1
+        config.attrs, config.numAttrs = [cooperative], 1
+        self._launch = module.cuLaunchKernelEx
+        self._stream_type = module.CUstream
+
+    def launch(self, params: ParamBlock, stream: int, grid: int | None = None) -> None:
+        """Launch on `stream` (an address) with the present contents of `params`. Raises DriverError."""
+        config = self._config
+        config.gridDimX = grid or self.grid
+        config.hStream = self._stream_type(stream)
+        (status,) = self._launch(config, self.function, params.pointers, 0)
+        if status != 0:
+            call(lambda: (status,))
+
+
+class ParamBlock:
+    """The packed parameter struct: tensor maps first, written once; then scalars, written as one record."""
+
+    def __init__(self, plan: Plan):
+        params = plan.params
+        num_maps = sum(param.ctype == "TensorMap" for param in params)
+        assert all(param.ctype == "TensorMap" for param in params[:num_maps]), "tensor maps come first"
+        formats = [_FORMATS.get(p.ctype, "Q") for p in params[num_maps:]]
+        self._record = struct.Struct("".join(formats))  # native alignment, as in the C struct
+        self._offset = 128 * num_maps
+        self._buffer = ctypes.create_string_buffer(self._offset + self._record.size)
+        self._address = ctypes.c_void_p(ctypes.addressof(self._buffer))
+        self.pointers = ctypes.addressof(self._address)
+
+    def write_maps(self, *maps: bytes) -> None:
+        ctypes.memmove(self._buffer, b"".join(maps), 128 * len(maps))
+
+    def write(self, *values) -> None:
+        """Every field after the tensor maps, in order."""
+        self._record.pack_into(self._buffer, self._offset, *values)
+
+
+_kernels: dict[tuple[int, Plan], Kernel] = {}
+_lock = threading.Lock()
+
+
+def loaded(plan: Plan, device: int) -> Kernel | None:
+    """The kernel of `plan` if it is on `device` already."""
+    return _kernels.get((device, plan))
+
+
+def load(plan: Plan, device: int) -> Kernel:
+    """The kernel of `plan` on `device`, built and loaded on first use. The device's context must be current."""
+    kernel = _kernels.get((device, plan))
+    if kernel is None:
+        with _lock:
+            kernel = _kernels.get((device, plan))
+            if kernel is None:
+                kernel = _kernels[device, plan] = Kernel(build(plan), device)
+    return kernel

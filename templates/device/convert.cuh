@@ -1,0 +1,36 @@
+// Number formats and the approximate functions of the special-function unit. Relies on types.cuh.
+
+// Two e4m3 values, round to nearest even, saturating at 448: `low` in bits 0..7.
+DEVICE u32 pack_e4m3(float low, float high) {
+    u16 packed;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+// Two bf16 values, round to nearest even: `low` in bits 0..15.
+DEVICE u32 pack_bf16(float low, float high) {
+    u32 packed;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+DEVICE float bf16_low(u32 packed) { return __uint_as_float(packed << 16); }
+DEVICE float bf16_high(u32 packed) { return __uint_as_float(packed & 0xffff0000u); }
+
+DEVICE float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+DEVICE float reciprocal_approx(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// x * sigmoid(x); for large negative x the exponential overflows to infinity and the result is -0.
+DEVICE float silu(float x) { return x * reciprocal_approx(1.0f + exp2_approx(-1.4426950408889634f * x)); }
+
+// Selects bytes of (high, low) by the nibbles of `selector` (PTX ISA, prmt).
+DEVICE u32 permute_bytes(u32 low, u32 high, u32 selector) { return __byte_perm(low, high, selector); }

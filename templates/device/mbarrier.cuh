@@ -1,0 +1,45 @@
+// Shared-memory barriers with phases and transaction counts (PTX ISA, mbarrier). Relies on memory.cuh, check.cuh.
+
+// `arrivals` completes a phase; say who arrives where this is called.
+DEVICE void init_barrier(u64* barrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+
+// After the inits, before the CTA barrier: the async proxy sees initialised barriers.
+DEVICE void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+DEVICE void arrive(u64* barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+DEVICE void arrive_expect_bytes(u64* barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+                 : "memory");
+}
+
+// True once the phase of this parity has completed; acquires what its arrivals released.
+DEVICE bool try_wait(u64* barrier, u32 parity) {
+    u32 done;
+    asm volatile(
+        "{\n"
+        ".reg .pred complete;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 complete, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, complete;\n"
+        "}"
+        : "=r"(done)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+    return done != 0;
+}
+
+DEVICE void wait_barrier(const Params& p, Wait what, u64* barrier, u32 index, u32 parity) {
+    wait_until(p, what, index, parity, [&] { return try_wait(barrier, parity); });
+}
+
+// The same while WGMMAs are in flight. No path out of the kernel here: ptxas would serialise them (C7518). When the
+// budget is spent it returns, and the caller's next wait_barrier, for a phase that never comes, gives up.
+DEVICE void wait_in_flight(const Params& p, u64* barrier, u32 parity) {
+    const u64 start = global_timer_ns();
+    while (!try_wait(barrier, parity) && global_timer_ns() - start < u64(p.timeout_us) * 1000) {
+    }
+}

@@ -1,0 +1,90 @@
+// Loads, stores, atomics and fences whose order or scope matters: the scope is in the name. Relies on types.cuh.
+
+DEVICE u32 shared_address(const void* pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
+
+DEVICE u32 load_relaxed_gpu(const u32* address) {
+    u32 value;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+
+DEVICE u32 load_acquire_gpu(const u32* address) {
+    u32 value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+
+DEVICE void store_relaxed_gpu(u32* address, u32 value) {
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+// Host memory: the host polls it.
+DEVICE void store_release_sys(u32* address, u32 value) {
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+DEVICE void store_relaxed_sys(u32* address, u32 value) {
+    asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+DEVICE void add_release_gpu(u32* address, u32 value) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+DEVICE u32 fetch_add_relaxed_gpu(u32* address, u32 value) {
+    u32 old;
+    asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;"
+                 : "=r"(old)
+                 : "l"(address), "r"(value)
+                 : "memory");
+    return old;
+}
+
+DEVICE u32 fetch_add_acq_rel_gpu(u32* address, u32 value) {
+    u32 old;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+                 : "=r"(old)
+                 : "l"(address), "r"(value)
+                 : "memory");
+    return old;
+}
+
+DEVICE u32 compare_and_swap_gpu(u32* address, u32 expected, u32 desired) {
+    u32 old;
+    asm volatile("atom.relaxed.gpu.global.cas.b32 %0, [%1], %2, %3;"
+                 : "=r"(old)
+                 : "l"(address), "r"(expected), "r"(desired)
+                 : "memory");
+    return old;
+}
+
+// Shared-memory counter; order comes from the barrier that follows.
+DEVICE u32 fetch_add_shared(u32* address, u32 value) {
+    u32 old;
+    asm volatile("atom.relaxed.cta.shared.add.u32 %0, [%1], %2;"
+                 : "=r"(old)
+                 : "r"(shared_address(address)), "r"(value)
+                 : "memory");
+    return old;
+}
+
+// Generic-proxy writes of this thread become visible to the async proxy (TMA, WGMMA) in shared memory. Every writing
+// thread executes it before the barrier that hands the data over.
+DEVICE void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// cp.async: copies by this thread, complete after wait_copies. They belong to the generic proxy.
+DEVICE void copy_16_async(void* shared, const void* global) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
+}
+
+DEVICE void copy_4_async(void* shared, const void* global) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global) : "memory");
+}
+
+DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// All but the newest kNewest groups of this thread are complete and visible to it.
+template <u32 kNewest>
+DEVICE void wait_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kNewest) : "memory");
+}

@@ -1,0 +1,22 @@
+// Tensor copies, global to shared memory, that complete on an mbarrier (PTX ISA, cp.async.bulk.tensor). Rows and
+// columns out of bounds are filled with zeros and count as bytes. Relies on memory.cuh.
+
+DEVICE void prefetch_tensor_map(const TensorMap* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+DEVICE void load_tile_3d(void* tile, const TensorMap* map, u64* full, i32 c0, i32 c1, i32 c2) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(shared_address(tile)),
+        "l"(map), "r"(shared_address(full)), "r"(c0), "r"(c1), "r"(c2)
+        : "memory");
+}
+
+DEVICE void load_tile_5d(void* tile, const TensorMap* map, u64* full, i32 c0, i32 c1, i32 c2, i32 c3, i32 c4) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(shared_address(tile)),
+        "l"(map), "r"(shared_address(full)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+        : "memory");
+}

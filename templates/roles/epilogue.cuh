@@ -1,0 +1,159 @@
+// What becomes of a tile's sums. GEMM 1: SwiGLU, re-quantisation per token and 128 channels, e4m3 rows in Params::mid.
+// GEMM 2: bf16 rows in Params::slices, one per routed pair. Both transpose through a buffer of the warp's own: sums hold
+// channels by rows and tokens by columns, memory wants tokens by rows.
+
+// Largest magnitude of each token over the tile's 128 channels: lanes of a warp by shuffles, warps through shared memory.
+// The barrier also separates this tile's reads from the next but one's writes: the buffers alternate.
+template <u32 N>
+DEVICE void reduce_amax(Smem& smem, const Share& share, u32 parity, float (&amax)[N / 4]) {
+    const u32 lane = lane_idx();
+    const u32 first_warp = kSplitTokens ? share.group * 4 : 0;
+    const u32 warp = share.group * 4 + share.warp;
+#pragma unroll
+    for (u32 i = 0; i < N / 4; ++i) {
+#pragma unroll
+        for (u32 mask = 4; mask < 32; mask *= 2) amax[i] = fmaxf(amax[i], __shfl_xor_sync(kFullMask, amax[i], mask));
+    }
+    if (lane < 4) {
+#pragma unroll
+        for (u32 j = 0; j < N / 8; ++j) {
+            *reinterpret_cast<float2*>(&smem.amax[parity][warp][j * 8 + lane * 2]) =
+                make_float2(amax[2 * j], amax[2 * j + 1]);
+        }
+    }
+    sync_named(share.barrier, share.num_warps * kWarpThreads);
+#pragma unroll
+    for (u32 j = 0; j < N / 8; ++j) {
+        for (u32 w = first_warp; w < first_warp + share.num_warps; ++w) {
+            const float2 other = *reinterpret_cast<const float2*>(&smem.amax[parity][w][j * 8 + lane % 4 * 2]);
+            amax[2 * j] = fmaxf(amax[2 * j], other.x);
+            amax[2 * j + 1] = fmaxf(amax[2 * j + 1], other.y);
+        }
+    }
+}
+
+// The router weight rides on the scale: a factor of the whole row, exact but for one rounding.
+template <u32 N>
+DEVICE void store_mid_scales(const Params& p, const Task& task, const Share& share, const u32* pairs,
+                             const float (&amax)[N / 4]) {
+    if (!kSplitTokens && share.group != 0) return;
+    const u32 lane = lane_idx();
+#pragma unroll
+    for (u32 j = 0; j < N / 8; ++j) {
+        if (share.warp != j % 4 || lane >= 4) continue;
+#pragma unroll
+        for (u32 i = 0; i < 2; ++i) {
+            const u32 token = j * 8 + lane * 2 + i;
+            if (token >= share.num_tokens) continue;
+            const u64 row = task.row_start + share.first_token + token;
+            p.mid_scale[row * kMidScaleStride + task.tile] =
+                quant_scale(amax[2 * j + i]) * router_weight(p, pairs[token]);
+        }
+    }
+}
+
+template <u32 N>
+DEVICE void store_mid(const Params& p, Smem& smem, const Task& task, const Share& share, const u32* pairs,
+                      float (&sums)[kNumRowBlocks][N / 2], u32 parity) {
+    const u32 lane = lane_idx();
+    float amax[N / 4] = {};
+#pragma unroll
+    for (u32 m = 0; m < kNumRowBlocks; ++m) {
+#pragma unroll
+        for (u32 j = 0; j < N / 8; ++j) {
+#pragma unroll
+            for (u32 i = 0; i < 2; ++i) {
+                // Registers 0, 1 are gate and 2, 3 up of one channel, for two tokens.
+                float& value = sums[m][4 * j + i];
+                value = silu(value) * sums[m][4 * j + 2 + i];
+                amax[2 * j + i] = fmaxf(amax[2 * j + i], fabsf(value));
+            }
+        }
+    }
+    reduce_amax<N>(smem, share, parity, amax);
+    store_mid_scales<N>(p, task, share, pairs, amax);
+#pragma unroll
+    for (u32 i = 0; i < N / 4; ++i) amax[i] = quant_factor(amax[i]);
+
+    // A 16-bit element is two tokens of a channel. Matrix j has the channels of this warp by rows, and by columns four
+    // token pairs of two row blocks, alternating; its transpose has 8 channels of a token pair in each 16-byte row.
+    u8* buffer = smem.transpose[share.group * 4 + share.warp];
+    u8* mid = p.mid + u64(task.row_start + share.first_token) * kMidStride + task.tile * 128;
+#pragma unroll
+    for (u32 m = 0; m < kNumRowBlocks; m += 2) {
+        u32 elements[N / 8];
+#pragma unroll
+        for (u32 j = 0; j < N / 8; ++j) {
+            elements[j] = pack_e4m3(sums[m][4 * j] * amax[2 * j], sums[m][4 * j + 1] * amax[2 * j + 1]) |
+                          pack_e4m3(sums[m + 1][4 * j] * amax[2 * j], sums[m + 1][4 * j + 1] * amax[2 * j + 1]) << 16;
+        }
+        constexpr u32 kGroup = min_of(N / 8, 4u);
+#pragma unroll
+        for (u32 j = 0; j < N / 8; j += kGroup) {
+            u32 matrices[kGroup];
+#pragma unroll
+            for (u32 i = 0; i < kGroup; ++i) matrices[i] = elements[j + i];
+            store_matrices_transposed(buffer + j * 128 + lane * 16, matrices);
+        }
+        sync_warp();
+#pragma unroll
+        for (u32 row = lane; row < N; row += kWarpThreads) {
+            const uint4 v = *reinterpret_cast<const uint4*>(buffer + row * 16);
+            const u32 token = row / 8 * 8 + row % 8 / 2 * 2;
+            const u32 channel = (share.first_row + (m + row % 2) * 64) / 2 + share.warp * 8;
+#pragma unroll
+            for (u32 i = 0; i < 2; ++i) {
+                const u32 selector = i == 0 ? 0x6420 : 0x7531;
+                if (token + i >= share.num_tokens) continue;
+                *reinterpret_cast<uint2*>(mid + u64(token + i) * kMidStride + channel) =
+                    make_uint2(permute_bytes(v.x, v.y, selector), permute_bytes(v.z, v.w, selector));
+            }
+        }
+        sync_warp();
+    }
+}
+
+// Pairs with role_gather: the wait for kBankBlocks. Every GEMM 1 tile adds one for each group of warps that shares tokens.
+DEVICE void publish_mid(u32* bank, const Task& task, const Share& share) {
+    sync_named(share.barrier, share.num_warps * kWarpThreads);
+    const bool leader = share.warp == 0 && lane_idx() == 0 && (kSplitTokens || share.group == 0);
+    if (leader) add_release_gpu(bank + kBankBlocks + task.block, 1);
+}
+
+template <u32 N>
+DEVICE void store_slices(const Params& p, Smem& smem, const Task& task, const Share& share, const u32* pairs,
+                         const float (&sums)[kNumRowBlocks][N / 2]) {
+    constexpr u32 kTokens = min_of(N, 32u);  // of one pass
+    const u32 lane = lane_idx();
+    u8* buffer = smem.transpose[share.group * 4 + share.warp];
+#pragma unroll
+    for (u32 m = 0; m < kNumRowBlocks; ++m) {
+        const u32 channel = task.tile * kBlockRows + share.first_row + m * 64 + share.warp * 16;
+#pragma unroll
+        for (u32 first = 0; first < N; first += kTokens) {
+            // Matrix (j, half) is 8 channels by 8 tokens; the buffer is [half][token][8 channels].
+            constexpr u32 kGroup = min_of(kTokens / 8, 2u);
+#pragma unroll
+            for (u32 j = 0; j < kTokens / 8; j += kGroup) {
+                u32 matrices[2 * kGroup];
+#pragma unroll
+                for (u32 i = 0; i < kGroup; ++i) {
+                    const u32 r = (first / 8 + j + i) * 4;
+                    matrices[2 * i] = pack_bf16(sums[m][r], sums[m][r + 1]);
+                    matrices[2 * i + 1] = pack_bf16(sums[m][r + 2], sums[m][r + 3]);
+                }
+                const u32 half = lane / 8 % 2, token = (j + lane / 16 % kGroup) * 8 + lane % 8;
+                store_matrices_transposed(buffer + (half * kTokens + token) * 16, matrices);
+            }
+            sync_warp();
+#pragma unroll
+            for (u32 i = lane; i < kTokens * 2; i += kWarpThreads) {
+                const u32 token = first + i / 2, half = i % 2;
+                if (token >= share.num_tokens || channel >= kHidden) continue;
+                *reinterpret_cast<uint4*>(p.slices + u64(pairs[token]) * kHidden + channel + half * 8) =
+                    *reinterpret_cast<const uint4*>(buffer + (half * kTokens + i / 2) * 16);
+            }
+            sync_warp();
+        }
+    }
+}

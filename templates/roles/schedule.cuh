@@ -1,0 +1,92 @@
+// Tasks: which tile next. The schedule warp claims them in one global order, publishes them with the pairs of their
+// rows, and the other roles of the CTA follow. All tiles of GEMM 1 come before all of GEMM 2, so every wait points
+// backwards in the order and the earliest unfinished task can always proceed.
+
+enum Phase : u32 { kGemm1 = 0, kGemm2 = 1, kDone = 2 };
+
+struct Task {
+    u32 phase, expert, tile, row_start, num_rows, block;
+};
+
+// Arrivals that free a task slot: the load lane, and one lane of each gather and math warp.
+constexpr u32 kTaskConsumers = 1 + kNumGatherWarps + kNumMathWarps;
+
+// Blocks of one expert that are walked together for each weight tile: their tokens stay in L2 while every weight tile
+// is read once. 16 x 128 tokens of hidden 7168 are 15 MB. Guess.
+constexpr u32 kUnitBlocks = 16;
+
+DEVICE Task decode_task(const Smem& smem, u32 index) {
+    const u32 num_tasks_1 = smem.block_start[kNumExperts] * kNumTiles1;
+    const u32 phase = index < num_tasks_1 ? kGemm1 : kGemm2;
+    const u32 tiles = phase == kGemm1 ? kNumTiles1 : kNumTiles2;
+    if (phase == kGemm2) index -= num_tasks_1;
+    // The expert e with block_start[e] * tiles <= index < block_start[e + 1] * tiles.
+    u32 low = 0, high = kNumExperts;
+    while (high - low > 1) {
+        const u32 middle = (low + high) / 2;
+        if (smem.block_start[middle] * tiles <= index) {
+            low = middle;
+        } else {
+            high = middle;
+        }
+    }
+    const u32 first = smem.block_start[low];
+    index -= first * tiles;
+    const u32 unit = index / (kUnitBlocks * tiles) * kUnitBlocks;
+    const u32 unit_blocks = min_of(kUnitBlocks, smem.block_start[low + 1] - first - unit);
+    index -= unit * tiles;
+    const u32 block = unit + index % unit_blocks;
+    const u32 row_start = smem.row_start[low] + block * kBlockTokens;
+    const u32 num_rows = min_of(kBlockTokens, smem.row_start[low + 1] - row_start);
+    return {phase, low, index / unit_blocks, row_start, num_rows, first + block};
+}
+
+DEVICE void role_schedule(const Params& p, Smem& smem, const Head& head) {
+    const u32 lane = lane_idx();
+    const u32 num_tasks = smem.block_start[kNumExperts] * (kNumTiles1 + kNumTiles2);
+    if (!head.local) wait_for_head(p, head.bank);
+    Ring<kNumTaskSlots> slot;
+    for (u32 index = block_idx();;) {
+        wait_barrier(p, kWaitTaskEmpty, &smem.task_empty[slot.stage], slot.stage, slot.empty_parity());
+        Task task{kDone, 0, 0, 0, 0, 0};
+        if (index < num_tasks) {
+            task = decode_task(smem, index);
+            for (u32 i = lane; i < task.num_rows; i += kWarpThreads) {
+                const u32 row = task.row_start + i;
+                smem.task_rows[slot.stage][i] = head.local ? u32(smem.local_rows[row]) : p.row_pairs[row];
+            }
+        }
+        if (lane == 0) {
+            u32* words = smem.tasks[slot.stage];
+            words[0] = task.phase;
+            words[1] = task.expert;
+            words[2] = task.tile;
+            words[3] = task.row_start;
+            words[4] = task.num_rows;
+            words[5] = task.block;
+        }
+        sync_warp();
+        if (lane == 0) arrive(&smem.task_full[slot.stage]);  // pairs with next_task
+        if (task.phase == kDone) return;
+        slot.advance();
+        // The first task of a CTA is its index, the others are claimed.
+        if (lane == 0) index = num_blocks() + fetch_add_relaxed_gpu(head.bank + kBankTask, 1);
+        index = __shfl_sync(kFullMask, index, 0);
+    }
+}
+
+DEVICE Task read_task(const Smem& smem, u32 slot) {
+    const u32* words = smem.tasks[slot];
+    return {words[0], words[1], words[2], words[3], words[4], words[5]};
+}
+
+// The task in `slot`, for a role that reads it. Pairs with role_schedule; free_task gives the slot back.
+DEVICE Task next_task(const Params& p, Smem& smem, const Ring<kNumTaskSlots>& slot) {
+    wait_barrier(p, kWaitTaskFull, &smem.task_full[slot.stage], slot.stage, slot.parity());
+    return read_task(smem, slot.stage);
+}
+
+// One lane, after its warp has read the slot for the last time.
+DEVICE void free_task(Smem& smem, Ring<kNumTaskSlots>& slot) { arrive(&smem.task_empty[slot.stage]); }
+
+DEVICE u32 num_k_blocks(const Task& task) { return task.phase == kGemm1 ? kNumKBlocks1 : kNumKBlocks2; }

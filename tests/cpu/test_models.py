@@ -1,0 +1,216 @@
+"""Model presets and the reading of Hugging Face configurations."""
+
+import json
+from itertools import product
+
+import pytest
+
+from jitmoe.plan import models
+from jitmoe.plan.gpu import GPUS
+from jitmoe.plan.heuristics import choose
+from jitmoe.plan.models import MODELS, ModelShape, from_config, model_shape
+from jitmoe.plan.problem import MoeProblem
+
+SHAPES = {
+    "deepseek-v3": (7168, 2048, 256, 8),
+    "deepseek-v4-flash": (4096, 2048, 256, 6),
+    "deepseek-v4-pro": (7168, 3072, 384, 6),
+    "glm-4.5": (5120, 1536, 160, 8),
+    "kimi-k2": (7168, 2048, 384, 8),
+    "mixtral-8x7b": (4096, 14336, 8, 2),
+    "qwen3-30b-a3b": (2048, 768, 128, 8),
+    "qwen3-235b-a22b": (4096, 1536, 128, 8),
+}
+
+
+def shape_of(model):
+    return model.hidden, model.intermediate, model.num_experts, model.top_k
+
+
+def test_presets():
+    assert {name: shape_of(model) for name, model in MODELS.items()} == SHAPES
+    assert all(model.name == name and model.source for name, model in MODELS.items())
+    assert models.MODELS is MODELS
+    with pytest.raises(AttributeError, match="MODELZ"):
+        models.MODELZ  # noqa: B018
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_presets_plan_on_every_hopper(name):
+    model = model_shape(name)
+    gpus = [gpu for gpu in GPUS.values() if gpu.arch == "sm_90a"]
+    ranks = [ep for ep in (1, 2, 4, 8, 16, 32, 64) if model.num_experts % ep == 0]
+    assert ranks[:4] == [1, 2, 4, 8]
+    for gpu, ep, num_tokens in product(gpus, ranks, (0, 1, 32, 512, 8192)):
+        choose(model.problem(num_tokens, ep), gpu).check(gpu)
+
+
+def test_names():
+    assert model_shape("DeepSeek-V3") is MODELS["deepseek-v3"]
+    assert model_shape("Qwen/Qwen3-30B-A3B") is MODELS["qwen3-30b-a3b"]
+    with pytest.raises(ValueError) as error:
+        model_shape("qwen3-30b")
+    message = str(error.value)
+    assert all(name in message for name in SHAPES)
+    assert "got 'qwen3-30b'; did you mean qwen3-30b-a3b" in message
+    with pytest.raises(ValueError, match="got 'gpt'; give the path of a config.json"):
+        model_shape("gpt")
+
+
+def test_problem_of_one_rank():
+    model = model_shape("deepseek-v3")
+    assert model.problem(5) == MoeProblem(5, 7168, 2048, 256, 8)
+    assert model.problem(5, ep=8) == MoeProblem(5, 7168, 2048, 32, 8)
+    # The docstring's figure for true routing: 8 tokens, each hitting an expert with 8 / 256.
+    true_hits = 32 * (1 - (1 - 8 / 256) ** 8)
+    assert round(true_hits, 1) == 7.2
+    assert model.problem(1, ep=8).num_active_experts == 8
+    for ep in (0, -8, 7, 512, 1.0, "8"):
+        with pytest.raises(ValueError, match="ep must divide the 256 experts of deepseek-v3, got"):
+            model.problem(5, ep=ep)
+    with pytest.raises(ValueError, match="num_tokens must be"):
+        model.problem(-1)
+
+
+# Shapes as the families write them; numbers of other layers and of generation must not be taken.
+CONFIGS = {
+    "deepseek": (
+        {
+            "model_type": "deepseek_v3",
+            "hidden_size": 7168,
+            "intermediate_size": 18432,
+            "moe_intermediate_size": 2048,
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "top_k": 50,
+        },
+        (7168, 2048, 256, 8),
+    ),
+    "qwen3": (
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+        },
+        (2048, 768, 128, 8),
+    ),
+    "mixtral": (
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+        (4096, 14336, 8, 2),
+    ),
+    "kimi_linear": (
+        {
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "moe_intermediate_size": 1024,
+            "num_experts": 256,
+            "num_experts_per_token": 8,
+        },
+        (2304, 1024, 256, 8),
+    ),
+    "per_layer_lists": (
+        {
+            "hidden_size": 2560,
+            "intermediate_size": 12288,
+            "moe_intermediate_size": [1536, 1536],
+            "moe_num_experts": [64, 64],
+            "moe_k": 6,
+        },
+        (2560, 1536, 64, 6),
+    ),
+    "multimodal": (
+        {
+            "model_type": "some_vl",
+            "hidden_size": 1152,
+            "vision_config": {"hidden_size": 1152, "intermediate_size": 4304},
+            "text_config": {
+                "hidden_size": 2048,
+                "intermediate_size": 11264,
+                "moe_intermediate_size": 1408,
+                "n_routed_experts": 64,
+                "num_experts_per_tok": 6,
+            },
+        },
+        (2048, 1408, 64, 6),
+    ),
+    "nested_twice": (
+        {
+            "thinker_config": {
+                "text_config": {
+                    "hidden_size": 2048,
+                    "moe_intermediate_size": 768,
+                    "num_experts": 128,
+                    "num_experts_per_tok": 8,
+                }
+            }
+        },
+        (2048, 768, 128, 8),
+    ),
+}
+
+
+def write(folder, config):
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder / "config.json"
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_from_config(family, tmp_path):
+    config, expected = CONFIGS[family]
+    path = write(tmp_path, config)
+    model = from_config(path)
+    assert shape_of(model) == expected
+    assert model.name == config.get("model_type", tmp_path.name) and model.source == str(path)
+    assert from_config(str(tmp_path)) == model
+
+
+GOOD = CONFIGS["qwen3"][0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts": 0}, "describes no mixture of experts: it sets none of n_routed_experts, "),
+        ({"num_experts_per_tok": None}, "must set the model's top_k, under one of num_experts_per"),
+        ({"hidden_size": None}, "must set the model's hidden, under one of hidden_size, "),
+        ({"moe_intermediate_size": [768, 384]}, "the same in every layer, got .768, 384."),
+        ({"hidden_size": "2048"}, "hidden must be a positive integer, got '2048'"),
+        ({"num_experts_per_tok": 8.5}, "top_k must be a positive integer, got 8.5"),
+        ({"num_experts_per_tok": -1}, "top_k must be a positive integer, got -1"),
+        ({"num_experts_per_tok": True}, "top_k must be a positive integer, got True"),
+        ({"num_experts_per_tok": 129}, "top_k must not exceed its 128 experts, got 129"),
+    ],
+)
+def test_from_config_refuses(changes, message, tmp_path):
+    path = write(tmp_path, GOOD | changes)
+    with pytest.raises(ValueError, match=message) as error:
+        from_config(path)
+    assert "\n" not in str(error.value)
+
+
+def test_from_config_refuses_files(tmp_path):
+    with pytest.raises(ValueError, match="config.json must be a readable config.json: .*No such"):
+        from_config(tmp_path)
+    path = tmp_path / "broken.json"
+    path.write_text("{", encoding="utf-8")
+    with pytest.raises(ValueError, match="broken.json must be a readable config.json: "):
+        from_config(path)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="broken.json must be a readable config.json: "):
+        from_config(path)
+    path.write_text("[]", encoding="utf-8")
+    with pytest.raises(ValueError, match="must hold a JSON object, got list"):
+        from_config(path)
+
+
+def test_model_shape_limits_are_those_of_the_problem():
+    with pytest.raises(ValueError, match="hidden must be a multiple of 128"):
+        ModelShape("odd", 100, 64, 8, 2, "a test").problem(1)

@@ -1,0 +1,290 @@
+"""Problems, GPUs, plans and the heuristic: every limit with its message, and what always holds."""
+
+from dataclasses import replace
+from itertools import pairwise, product
+
+import pytest
+
+from jitmoe.plan.gpu import GPUS, gpu_spec, match_device
+from jitmoe.plan.heuristics import (
+    DECODE_TOKENS_PER_EXPERT,
+    MAX_STAGES,
+    bucket,
+    choose,
+    decode_limit,
+    floor,
+    plans_of_model,
+)
+from jitmoe.plan.plan import PlanError, Role, check_roles
+from jitmoe.plan.problem import MAX_EXPERTS, MAX_TOKENS, MoeProblem
+
+H200 = GPUS["h200"]
+S1 = MoeProblem(1, 7168, 2048, 32, 8)  # DeepSeek-V3, one rank of 8
+S2 = MoeProblem(1, 2048, 768, 128, 8)
+S3 = MoeProblem(1, 4096, 14336, 8, 2)
+S4 = MoeProblem(1, 4096, 2048, 32, 6)
+HOPPERS = [gpu for gpu in GPUS.values() if gpu.arch == "sm_90a"]
+SHAPES = [(128, 16), (384, 208), (2048, 768), (4096, 14336), (7168, 2048), (16384, 32768)]
+EXPERTS = [(1, 1), (1, 8), (8, 2), (32, 8), (384, 8), (MAX_EXPERTS, 1), (MAX_EXPERTS, 32)]
+GRID = [
+    MoeProblem(num_tokens, hidden, intermediate, num_experts, top_k)
+    for num_tokens, (hidden, intermediate), (num_experts, top_k) in product(
+        (0, 1, 3, 64, 1000, MAX_TOKENS), SHAPES, EXPERTS
+    )
+]
+
+
+def with_tokens(problem, num_tokens):
+    return replace(problem, num_tokens=num_tokens)
+
+
+# Problems.
+
+LIMITS = [
+    ("num_tokens", (-1, MAX_TOKENS + 1, 1.0, "1", None), "from 0 to 262,144", "split the batch"),
+    ("num_experts", (0, 1025, 2.0, "8"), "from 1 to 1,024", "shard the experts over ranks"),
+    ("top_k", (0, 33, None), "from 1 to 32", "split the slots over two calls"),
+    ("hidden", (0, 64, 7000, 16512, -128, 128.0), "multiple of 128 up to 16,384", "pad"),
+    ("intermediate", (0, 8, 200, 32784, "16"), "multiple of 16 up to 32,768", "pad"),
+]
+
+
+@pytest.mark.parametrize(
+    ("field", "got", "allowed", "remedy"),
+    [(field, got, *rest) for field, values, *rest in LIMITS for got in values],
+)
+def test_problem_refuses(field, got, allowed, remedy):
+    with pytest.raises(ValueError) as error:
+        replace(S1, **{field: got})
+    message = str(error.value)
+    assert message.startswith(field) and allowed in message and remedy in message
+    assert f"got {got!r}" in message and "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_tokens", 0),
+        ("num_tokens", MAX_TOKENS),
+        ("num_experts", 1),
+        ("num_experts", 1024),
+        ("top_k", 1),
+        ("top_k", 32),
+        ("hidden", 128),
+        ("hidden", 16384),
+        ("intermediate", 16),
+        ("intermediate", 32768),
+    ],
+)
+def test_problem_accepts_its_limits(field, value):
+    choose(replace(S1, **{field: value}), H200)
+
+
+def test_problem_sizes_by_hand():
+    problem = MoeProblem(3, 256, 192, 4, 2)
+    assert problem.num_pairs == 6
+    assert problem.flop == 6 * (2 * 256 * 384 + 2 * 192 * 256)
+    assert problem.expert_bytes == 384 * 256 + 256 * 192 + 4 * (3 * 2 + 2 * 2)
+    x, scales, routing, y = 256, 4 * 2, 8 * 2, 2 * 256
+    assert problem.activation_bytes == 3 * (x + scales + routing + y)
+    assert problem.num_active_experts == pytest.approx(4 * (1 - 0.5**3))
+    assert with_tokens(problem, 1).num_active_experts == pytest.approx(2)
+    assert with_tokens(problem, 0).num_active_experts == 0
+    assert with_tokens(problem, 0).tokens_per_active_expert == 0
+    assert replace(problem, num_experts=1).num_active_experts == 1  # top_k above num_experts
+    assert replace(problem, num_experts=1).tokens_per_active_expert == 6
+
+
+# GPUs.
+
+
+def test_gpu_spec():
+    assert gpu_spec("H200") is H200
+    with pytest.raises(ValueError, match="must be one of h200, .*; got 'a100'"):
+        gpu_spec("a100")
+    assert H200.compute_capability == (9, 0)
+    assert GPUS["b200"].compute_capability == (10, 0)
+
+
+@pytest.mark.parametrize(
+    ("device_name", "row"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H200 NVL", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100-sxm"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H20", "h20"),
+        ("NVIDIA H20-3e", "h20"),
+    ],
+)
+def test_match_device(device_name, row):
+    spec = match_device(device_name, "sm_90a", 100, 200_000)
+    # Capacities are the device's own, rates those of the row.
+    assert (spec.name, spec.arch, spec.num_sms, spec.smem_bytes) == (
+        device_name,
+        "sm_90a",
+        100,
+        200_000,
+    )
+    for rate in ("read_gbps", "fp8_tflops", "l2_bytes"):
+        assert getattr(spec, rate) == getattr(GPUS[row], rate)
+
+
+def test_match_device_without_a_kernel():
+    with pytest.raises(ValueError) as error:
+        match_device("NVIDIA A100-SXM4-80GB", "sm_80", 108, 166_912)
+    message = str(error.value)
+    assert "A100" in message and "sm_80" in message and "sm_90a" in message and "Run on" in message
+
+
+# The heuristic.
+
+
+def test_choose_on_the_grid():
+    for gpu, problem in product(HOPPERS, GRID):
+        plan = choose(problem, gpu)
+        plan.check(gpu)
+        assert plan.bucket == bucket(problem) and plan.arch == gpu.arch
+        assert plan == choose(problem, gpu) and hash(plan) == hash(choose(problem, gpu))
+        assert plan.smem.num_bytes <= gpu.smem_bytes
+
+
+def test_one_more_stage_would_not_fit():
+    for problem in GRID:
+        plan = choose(problem, H200)
+        assert 3 <= plan.num_stages <= MAX_STAGES[plan.bucket]
+        if plan.num_stages < MAX_STAGES[plan.bucket]:
+            more = replace(plan, num_stages=plan.num_stages + 1, num_local_pairs=512)
+            assert more.smem.num_bytes > H200.smem_bytes
+
+
+def test_plan_depends_on_tokens_through_the_bucket_alone():
+    for problem in (S1, S2, S3, S4):
+        plans = [choose(with_tokens(problem, n), H200) for n in (0, 1, 2, 100, 10_000, MAX_TOKENS)]
+        assert len(set(plans)) == len({plan.bucket for plan in plans}) == 2
+        assert plans_of_model(problem, H200) == {plan.bucket: plan for plan in plans}
+
+
+@pytest.mark.parametrize("problem", [S1, S2, S3, S4, MoeProblem(0, 128, 16, 1, 1)])
+def test_bucket_edges(problem):
+    limit = decode_limit(problem)
+    below, above = with_tokens(problem, limit), with_tokens(problem, limit + 1)
+    assert bucket(below) == "decode" and bucket(above) == "prefill"
+    assert below.tokens_per_active_expert <= DECODE_TOKENS_PER_EXPERT
+    assert above.tokens_per_active_expert > DECODE_TOKENS_PER_EXPERT
+    sizes = [with_tokens(problem, n).tokens_per_active_expert for n in range(0, 2000, 7)]
+    assert all(small < big for small, big in pairwise(sizes))
+
+
+def test_bucket_edge_by_hand():
+    # Every token hits all experts, so that tokens per expert are the tokens.
+    assert decode_limit(MoeProblem(0, 128, 16, 4, 4)) == DECODE_TOKENS_PER_EXPERT
+    assert decode_limit(MoeProblem(0, 128, 16, 1, 1)) == DECODE_TOKENS_PER_EXPERT
+
+
+def test_choose_refuses_a_gpu_of_small_shared_memory():
+    with pytest.raises(PlanError, match="no ring of 3 stages fits 102,400 B of shared memory"):
+        choose(S1, replace(H200, smem_bytes=102_400))
+
+
+# Microseconds at 1, 8, 32, 128, 512, 2048 and 8192 tokens, worked out apart from this code and from
+# the experts that one drawn routing hit: at 8 and 32 tokens the draw differs from the expectation.
+FLOORS = [
+    (S1, (75.9, 283, 304, 304, 306, 1002, 4009)),
+    (S2, (8.1, 53.0, 115, 130, 131, 133, 430)),
+    (S3, (75.9, 266, 304, 304, 305, 1002, 4009)),
+    (S4, (32.5, 149, 174, 174, 175, 430, 1718)),
+]
+
+
+@pytest.mark.parametrize(("problem", "expected"), FLOORS)
+def test_floor(problem, expected):
+    floors = [floor(with_tokens(problem, 1 << n), H200) for n in (0, 3, 5, 7, 9, 11, 13)]
+    for idx, (f, us) in enumerate(zip(floors, expected, strict=True)):
+        assert f.us == pytest.approx(us, rel=0.07 if idx in (1, 2) else 0.01)
+    assert floors[0].bound == "memory" and floors[-1].bound == "math"
+    assert floor(with_tokens(problem, 0), H200).us == 0
+
+
+# Plans.
+
+
+def test_plan_by_hand():
+    decode, prefill = (choose(with_tokens(S1, n), H200) for n in (1, 8192))
+    assert (decode.block_tokens, prefill.block_tokens) == (64, 128)
+    assert (decode.split_tokens, prefill.split_tokens) == (False, True)
+    for plan in (decode, prefill):
+        assert plan.num_threads == 384
+        assert (plan.num_k_blocks_1, plan.num_k_blocks_2) == (56, 16)
+        assert (plan.num_tiles_1, plan.num_tiles_2) == (16, 28)
+        assert 32 * sum(role.num_warps * role.num_regs for role in plan.roles) == 64_512
+
+
+def test_ragged_intermediate_by_hand():
+    plan = choose(MoeProblem(1, 384, 208, 4, 2), H200)
+    assert (plan.num_k_blocks_1, plan.num_k_blocks_2) == (3, 2)
+    assert (plan.num_tiles_1, plan.num_tiles_2) == (2, 2)
+    constants = plan.constants
+    assert (constants["up_block_offset"], constants["up_block_rest"]) == (1, 80)
+    assert constants["mid_stride"] == 256
+    assert all(type(value) in (int, bool) for value in constants.values())
+
+
+def test_params_are_ordered_for_the_struct():
+    params = choose(S1, H200).params
+    sizes = [
+        128 if p.ctype == "TensorMap" else 8 if p.ctype.endswith("*") or p.ctype == "i64" else 4
+        for p in params
+    ]
+    assert sizes == sorted(sizes, reverse=True)  # no padding: maps, then 8 bytes, then 4
+    assert len({p.name for p in params}) == len(params)
+
+
+ROOMY = replace(H200, smem_bytes=1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("changes", "gpu", "message"),
+    [
+        ({"arch": "sm_100a"}, H200, "plan is for sm_100a, the H200 is sm_90a; plan again for it"),
+        ({"num_stages": 9}, H200, r"shared memory is [\d,]+ B, the H200 has 232,448 B .* fewer"),
+        ({"bucket": "medium"}, ROOMY, "bucket must be decode or prefill, got 'medium'"),
+        ({"num_stages": 2}, H200, "the ring needs 3 stages .*, got 2"),
+        ({"num_task_slots": 1}, H200, "needs 2 task slots, got 1"),
+        ({"num_local_pairs": 65_537}, ROOMY, "16-bit pair numbers, got room for 65537"),
+        ({"top_k": 1 << 20}, ROOMY, r"counters must stay under 2\^31 words"),
+        ({"math_regs": 240}, H200, "roles want 72,704 registers, a block .* gets 64,512; give"),
+        ({"producer_regs": 20}, H200, "role load must be a multiple of 8 in 24..256, got 20"),
+        ({"math_regs": 204}, H200, "role math must be a multiple of 8 in 24..256, got 204"),
+    ],
+)
+def test_check_refuses(changes, gpu, message):
+    plan = choose(S1, H200)
+    plan.check(gpu)
+    with pytest.raises(PlanError, match=message):
+        replace(plan, **changes).check(gpu)
+
+
+@pytest.mark.parametrize(
+    ("roles", "message"),
+    [
+        ([(3, 64)], "whole warpgroups of 4 warps, got 3 warps"),
+        ([(4, 64), (1, 64)], "whole warpgroups of 4 warps, got 5 warps"),
+        ([(4, 64), (2, 64), (2, 72)], r"warps 4..7 are one warpgroup .* got \[64, 64, 72, 72\]"),
+        ([(4, 16)], "multiple of 8 in 24..256, got 16"),
+        ([(4, 264)], "multiple of 8 in 24..256, got 264"),
+        ([(4, 100)], "multiple of 8 in 24..256, got 100"),
+        ([(4, 40), (8, 240)], "roles want 66,560 registers, a block of 384 threads gets 64,512"),
+    ],
+)
+def test_check_roles_refuses(roles, message):
+    with pytest.raises(PlanError, match=message):
+        check_roles(tuple(Role(f"role_{i}", *role, "") for i, role in enumerate(roles)))
+
+
+@pytest.mark.parametrize(
+    "roles",
+    [[(4, 24)], [(4, 248)], [(1, 40), (3, 40), (8, 232)], [(4, 88), (8, 208)], [(16, 128)]],
+)
+def test_check_roles_accepts(roles):
+    check_roles(tuple(Role(f"role_{i}", *role, "") for i, role in enumerate(roles)))
