@@ -1,4 +1,4 @@
-"""Every JITMOE_* switch in one table. A switch is read when it is used, so tests and programs may set it late."""
+"""Every JITMOE_* switch in one table, read when it is used: programs and tests may set it late."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ _TABLE = (
         "JITMOE_CACHE_DIR",
         "",
         "directories of compiled kernels, colon separated: the first is written, further ones are "
-        "read-only packs (default: $XDG_CACHE_HOME/jitmoe, else ~/.cache/jitmoe)",
+        "read-only packs (empty first: $XDG_CACHE_HOME/jitmoe, else ~/.cache/jitmoe)",
     ),
     Switch("JITMOE_NO_CACHE", False, "neither read nor write the disk cache"),
-    Switch("JITMOE_DUMP", "", "directory to put source, cubin and log of every kernel used, hits too"),
+    Switch(
+        "JITMOE_DUMP", "", "directory to put source, cubin and log of every kernel used, hits too"
+    ),
     Switch("JITMOE_PRINT_PLAN", False, "print each plan when its kernel is first built"),
     Switch("JITMOE_LINEINFO", False, "compile with line information, for profilers"),
     Switch("JITMOE_DEVICE_CHECKS", False, "compile the kernels' own checks in (slower)"),
@@ -59,6 +61,13 @@ def get(name: str) -> bool | float | str:
     return text
 
 
+def timeout_s() -> float:
+    """Budget of a wait inside a kernel. Raises ValueError for text that is no positive number."""
+    return float(get("JITMOE_TIMEOUT_S"))
+
+
 def unknown() -> list[str]:
     """JITMOE_* variables that are set but are no switch: most likely misspelt."""
-    return sorted(name for name in os.environ if name.startswith("JITMOE_") and name not in SWITCHES)
+    return sorted(
+        name for name in os.environ if name.startswith("JITMOE_") and name not in SWITCHES
+    )

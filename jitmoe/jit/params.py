@@ -56,7 +56,10 @@ class Layout:
 
 
 def layout(params: Sequence[Param]) -> Layout:
-    """Lay `params` out as a C compiler does. Raises ValueError for a repeated name or an unknown ctype."""
+    """Lay `params` out as a C compiler does.
+
+    Raises ValueError for a repeated name or an unknown ctype.
+    """
     fields, end = [], 0
     for param in params:
         numpy_format, num_bytes, alignment, spelling = _type(param)

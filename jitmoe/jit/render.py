@@ -1,4 +1,4 @@
-"""Plan -> source text. The text has no `#include`: with architecture, compiler and options it is the whole input."""
+"""Plan -> source text, which has no `#include`: the text is all that a compiler reads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def templates_dir() -> Path:
     """The packaged templates, else those of the checkout. Raises RenderError if there are none."""
     candidates = (_PACKAGE / "templates", _PACKAGE.parent / "templates")
     for candidate in candidates:
-        if (candidate / "device").is_dir():  # guards against some other package's folder of that name
+        if (
+            candidate / "device"
+        ).is_dir():  # guards against some other package's folder of that name
             return candidate
     raise RenderError(f"no templates in {' or '.join(map(str, candidates))}; install jitmoe again")
 
@@ -36,8 +38,8 @@ def templates_dir() -> Path:
 def render(plan: Plan, layer: str = "device", templates: Path | None = None) -> str:
     """The CUDA source of `plan`, from its room `<plan.name>.cu.jinja`.
 
-    `layer` is the folder that stands in for `device/`. Raises RenderError for a file pasted twice or missing and for
-    an `#include`, and jinja2.TemplateError for a name that the plan does not have.
+    `layer` is the folder that stands in for `device/`. Raises RenderError for a missing room or
+    file, one pasted twice, a name that does not exist, or an `#include`.
     """
     env = _environment(templates or templates_dir())
     context = {
@@ -46,12 +48,20 @@ def render(plan: Plan, layer: str = "device", templates: Path | None = None) -> 
         "plan_fields": {f.name: getattr(plan, f.name) for f in fields(plan)},
         "param_layout": params.layout(plan.params),
         "role_ranges": role_ranges(plan.roles),
-        "constant_values": plan.constants | {"device_checks": int(settings.get("JITMOE_DEVICE_CHECKS"))},
+        "constant_values": plan.constants
+        | {"device_checks": int(settings.get("JITMOE_DEVICE_CHECKS"))},
     }
     context["paste"] = _Paste(env, context, layer)
-    text = env.get_template(f"{plan.name}.cu.jinja").render(context)
+    try:
+        text = env.get_template(f"{plan.name}.cu.jinja").render(context)
+    except jinja2.TemplateNotFound as error:
+        raise RenderError(f"{plan.name}: no file {error.name} among the templates") from None
+    except jinja2.TemplateError as error:
+        raise RenderError(f"{plan.name} cannot be rendered: {error}") from error
     if found := _INCLUDE.search(text):
-        raise RenderError(f"{plan.name}: rendered text must include nothing, found {found[0].strip()!r}")
+        raise RenderError(
+            f"{plan.name}: rendered text must include nothing, found {found[0].strip()!r}"
+        )
     return text
 
 
@@ -87,7 +97,7 @@ def role_ranges(roles: tuple[Role, ...]) -> list[RoleRange]:
 
 
 def register_groups(ranges: list[RoleRange]) -> list[list[RoleRange]]:
-    """Consecutive roles with one register count; `check_roles` holds that a group is whole warpgroups."""
+    """Consecutive roles with one register count: whole warpgroups, as `check_roles` holds."""
     return [list(group) for _, group in groupby(ranges, key=lambda r: r.role.num_regs)]
 
 
@@ -101,7 +111,7 @@ def constant_type(value: int) -> str:
 
 
 class _Paste:
-    """`{{ paste("device/tma.cuh") }}`: a file under a one-line banner, each at most once in a text."""
+    """`{{ paste("device/tma.cuh") }}`: a file under a one-line banner, once in a text at most."""
 
     def __init__(self, env: jinja2.Environment, context: dict, layer: str):
         self._env, self._context, self._layer = env, context, layer
@@ -113,13 +123,10 @@ class _Paste:
         if actual in self._pasted:
             raise RenderError(f"{actual} is pasted twice; a room lists each file once, in order")
         self._pasted.add(actual)
-        try:
-            if actual.endswith(".jinja"):
-                body = self._env.get_template(actual).render(self._context)
-            else:
-                body = self._env.loader.get_source(self._env, actual)[0]
-        except jinja2.TemplateNotFound as error:
-            raise RenderError(f"no file {error.name} among the templates") from None
+        if actual.endswith(".jinja"):
+            body = self._env.get_template(actual).render(self._context)
+        else:
+            body = self._env.loader.get_source(self._env, actual)[0]
         return f"// ==== {actual} ====\n{_PRAGMA_ONCE.sub('', body)}"
 
 

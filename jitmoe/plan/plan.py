@@ -220,6 +220,7 @@ class MegaMoePlan(Plan):
                 Region("token_tiles", "u8", (stages, tokens * self.block_k), 1024, "gather -> math"),
                 Region("scales", "float4", (stages, 2, tokens // 2), 128, "gather -> math"),
                 Region("weight_scales", "f32", (stages, self.num_gather_warps, 4), 16, "a gather warp's own"),
+                Region("row_offsets", "u32", (tokens,), 16, "gather's own"),
                 Region("transpose", "u8", (math, 1024), 128, "a math warp's own"),
                 Region("amax", "f32", (2, math, 64), 128, "math <-> math, by parity"),
                 Region("full", "u64", (stages,), 8, "load, gather -> math"),

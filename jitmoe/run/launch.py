@@ -7,6 +7,7 @@ import struct
 import threading
 
 from jitmoe.jit.build import Built, build
+from jitmoe.jit.params import layout
 from jitmoe.plan.plan import Plan
 from jitmoe.run.driver import call, device_spec, driver
 
@@ -63,12 +64,14 @@ class ParamBlock:
 
     def __init__(self, plan: Plan):
         params = plan.params
+        fields = layout(params)
         num_maps = sum(param.ctype == "TensorMap" for param in params)
         assert all(param.ctype == "TensorMap" for param in params[:num_maps]), "tensor maps come first"
         formats = [_FORMATS.get(p.ctype, "Q") for p in params[num_maps:]]
         self._record = struct.Struct("".join(formats))  # native alignment, as in the C struct
         self._offset = 128 * num_maps
-        self._buffer = ctypes.create_string_buffer(self._offset + self._record.size)
+        assert fields.num_bytes - self._offset - self._record.size < 64, "the record is not the struct"
+        self._buffer = ctypes.create_string_buffer(fields.num_bytes)
         self._address = ctypes.c_void_p(ctypes.addressof(self._buffer))
         self.pointers = ctypes.addressof(self._address)
 

@@ -5,15 +5,6 @@
 constexpr u32 kGatherThreads = kNumGatherWarps * kWarpThreads;
 constexpr u32 kGatherLag = 2;  // k-blocks a copy has to land before its stage is published
 
-// Where a task's token rows and scales are.
-struct Source {
-    const u8* rows;
-    i64 row_stride;
-    const float* scales;
-    i64 scale_row_stride, scale_group_stride;
-    const float* weight_scale;  // of this lane: see weight_scale_row
-};
-
 // The weight scales of a tile, by lane. GEMM 1: gate, up, and up of the next block where `intermediate` is no
 // multiple of 128 and a tile's up rows straddle two blocks. GEMM 2: the tile's two blocks of rows.
 DEVICE u32 weight_scale_row(const Task& task, u32 lane) {
@@ -22,60 +13,105 @@ DEVICE u32 weight_scale_row(const Task& task, u32 lane) {
     return min_of(kUpBlockOffset + task.tile + (lane - 1), ceil_div(2 * kIntermediate, 128) - 1);
 }
 
-DEVICE Source find_source(const Params& p, const Task& task) {
-    const u32 lane = min_of(lane_idx(), 2u);
-    const i64 row = weight_scale_row(task, lane);
-    if (task.phase == kGemm2) {
-        return {p.mid + u64(task.row_start) * kMidStride,
-                kMidStride,
-                p.mid_scale + u64(task.row_start) * kMidScaleStride,
-                kMidScaleStride,
-                1,
-                p.w2_scale + task.expert * p.w2_scale_expert_stride + row * p.w2_scale_row_stride};
-    }
-    const float* weight_scale = p.w13_scale + task.expert * p.w13_scale_expert_stride + row * p.w13_scale_row_stride;
-    if (p.x_is_bf16) return {p.x_quant, kHidden, p.x_quant_scale, kXQuantScaleStride, 1, weight_scale};
-    return {p.x, p.x_stride, p.x_scale, p.x_scale_token_stride, p.x_scale_group_stride, weight_scale};
-}
+// What this lane copies of every k-block of a task, with all that does not depend on k worked out: one 16-byte chunk of
+// each of kRows rows, the scales of one token pair, and one of the tile's weight scales. Offsets of the rows, in 16-byte
+// units, are in Smem::row_offsets: sixteen registers a lane would be too many beside the math warps' 224.
+struct Copies {
+    static constexpr u32 kRowsApart = 4 * kNumGatherWarps;  // 8 lanes a row
+    static constexpr u32 kRows = kBlockTokens / kRowsApart;
+    const u8* rows;
+    u32 num_rows;    // of this lane that exist
+    u32 target;      // of the first, in a stage's tile; the others follow kRowsApart rows apart
+    u32 num_scales;  // of the lane's token pair: 0, 1, 2
+    const float* scales[2];
+    u32 scale_group_stride;
+    const float* weight_scale;
+};
 
-// Row i of the task inside its source: tokens for GEMM 1, consecutive rows for GEMM 2.
-DEVICE u32 source_row(const Smem& smem, const Task& task, u32 stage, u32 i) {
-    return task.phase == kGemm1 ? smem.task_rows[stage][i] / kTopK : i;
-}
-
-// Start the copies of one k-block.
-DEVICE void copy_k_block(Smem& smem, const Task& task, const Source& source, u32 slot, u32 stage, u32 k) {
+DEVICE Copies find_copies(const Params& p, Smem& smem, const Task& task, u32 slot) {
+    static_assert(kBlockTokens / 2 <= kGatherThreads, "a lane has one token pair at most");
     const u32 warp = warp_idx() - kGatherWarpBegin, lane = lane_idx();
-    u8* tile = smem.token_tiles[stage];
-    const u32 chunk = lane % 8;
-    const u8* column = source.rows + k * kBlockK + chunk * 16;
-    for (u32 row = warp * 4 + lane / 8; row < task.num_rows; row += kNumGatherWarps * 4) {
-        copy_16_async(tile + swizzle_128(row, chunk), column + source_row(smem, task, slot, row) * source.row_stride);
+    const bool gemm_2 = task.phase == kGemm2;
+    const i64 weight_row = weight_scale_row(task, min_of(lane, 2u));
+    Copies c;
+    i64 row_stride, scale_row_stride;
+    const float* scales;
+    if (gemm_2) {
+        c.rows = p.mid + u64(task.row_start) * kMidStride;
+        row_stride = kMidStride;
+        scales = p.mid_scale + u64(task.row_start) * kMidScaleStride;
+        scale_row_stride = kMidScaleStride;
+        c.scale_group_stride = 1;
+        c.weight_scale = p.w2_scale + task.expert * p.w2_scale_expert_stride + weight_row * p.w2_scale_row_stride;
+    } else {
+        c.rows = p.x_is_bf16 ? p.x_quant : p.x;
+        row_stride = p.x_is_bf16 ? kHidden : p.x_stride;
+        scales = p.x_is_bf16 ? p.x_quant_scale : p.x_scale;
+        scale_row_stride = p.x_is_bf16 ? kXQuantScaleStride : p.x_scale_token_stride;
+        c.scale_group_stride = p.x_is_bf16 ? 1 : u32(p.x_scale_group_stride);
+        c.weight_scale = p.w13_scale + task.expert * p.w13_scale_expert_stride + weight_row * p.w13_scale_row_stride;
     }
-    const float* group = source.scales + k * source.scale_group_stride;
-    for (u32 pair = warp * kWarpThreads + lane; pair * 2 < task.num_rows; pair += kGatherThreads) {
-        float* scale = reinterpret_cast<float*>(&smem.scales[stage][0][pair]);
-        copy_4_async(scale, group + source_row(smem, task, slot, pair * 2) * source.scale_row_stride);
-        if (pair * 2 + 1 < task.num_rows) {
-            copy_4_async(scale + 1, group + source_row(smem, task, slot, pair * 2 + 1) * source.scale_row_stride);
+    // Row i of the task: its token in x for GEMM 1, consecutive rows of mid for GEMM 2.
+    const auto source_row = [&](u32 i) { return gemm_2 ? i : smem.task_rows[slot][i] / kTopK; };
+    const u32 first_row = warp * 4 + lane / 8, chunk = lane % 8;
+    c.rows += chunk * 16;
+    c.target = swizzle_128(first_row, chunk);
+    c.num_rows = task.num_rows > first_row ? ceil_div(task.num_rows - first_row, Copies::kRowsApart) : 0;
+    sync_warp();  // all lanes are done with the offsets of the task before
+    for (u32 i = chunk; i < c.num_rows; i += 8) {
+        const u32 row = first_row + i * Copies::kRowsApart;
+        smem.row_offsets[row] = u32(u64(source_row(row)) * row_stride / 16);
+    }
+    sync_warp();
+    const u32 token = (warp * kWarpThreads + lane) * 2;
+    c.num_scales = token < task.num_rows ? min_of(task.num_rows - token, 2u) : 0;
+#pragma unroll
+    for (u32 i = 0; i < 2; ++i) {
+        c.scales[i] = scales + (i < c.num_scales ? i64(source_row(token + i)) * scale_row_stride : 0);
+    }
+    return c;
+}
+
+// Start the copies of k-block k.
+DEVICE void copy_k_block(Smem& smem, const Copies& c, u32 stage, u32 k) {
+    const u32 warp = warp_idx() - kGatherWarpBegin, lane = lane_idx();
+    u8* tile = smem.token_tiles[stage] + c.target;
+    const u8* column = c.rows + k * kBlockK;
+    const u32* offsets = smem.row_offsets + warp * 4 + lane / 8;
+    constexpr u32 kGroup = 4;  // offsets read ahead
+#pragma unroll
+    for (u32 first = 0; first < Copies::kRows; first += kGroup) {
+        if (first >= c.num_rows) break;
+        u32 ahead[kGroup];
+#pragma unroll
+        for (u32 i = 0; i < kGroup; ++i) ahead[i] = offsets[(first + i) * Copies::kRowsApart];
+#pragma unroll
+        for (u32 i = 0; i < kGroup; ++i) {
+            const u32 row = first + i;
+            if (row < c.num_rows) copy_16_async(tile + row * Copies::kRowsApart * 128, column + u64(ahead[i]) * 16);
         }
     }
-    if (lane < 3) copy_4_async(&smem.weight_scales[stage][warp][lane], source.weight_scale + k);
+    const u64 group = u64(k) * c.scale_group_stride;
+    float* scale = reinterpret_cast<float*>(&smem.scales[stage][0][(warp * kWarpThreads + lane) % (kBlockTokens / 2)]);
+    if (c.num_scales > 0) copy_4_async(scale, c.scales[0] + group);
+    if (c.num_scales > 1) copy_4_async(scale + 1, c.scales[1] + group);
+    if (lane < 3) copy_4_async(&smem.weight_scales[stage][warp][lane], c.weight_scale + k);
     commit_copies();
 }
 
 // The copies of this stage are complete: write the scale products and publish it. Variant 0 and 1 of a token pair are
 // {gate, gate, up, up} with up's first or second block (GEMM 1), or four times one of the two row blocks (GEMM 2).
-DEVICE void publish_k_block(Smem& smem, const Task& task, u32 stage) {
+DEVICE void publish_k_block(Smem& smem, bool gemm_2, u32 num_scales, u32 stage) {
     const u32 warp = warp_idx() - kGatherWarpBegin;
     sync_warp();  // weight_scales came by other lanes' copies
-    const float* w = smem.weight_scales[stage][warp];
-    for (u32 pair = warp * kWarpThreads + lane_idx(); pair * 2 < task.num_rows; pair += kGatherThreads) {
+    if (num_scales > 0) {
+        const float* w = smem.weight_scales[stage][warp];
+        const u32 pair = warp * kWarpThreads + lane_idx();
         const float4 x = smem.scales[stage][0][pair];
-        const float low = task.phase == kGemm1 ? w[0] : w[1];
-        const float high = task.phase == kGemm1 ? w[2] : w[1];
-        smem.scales[stage][0][pair] = make_float4(x.x * w[0], x.y * w[0], x.x * (task.phase == kGemm1 ? w[1] : w[0]),
-                                                  x.y * (task.phase == kGemm1 ? w[1] : w[0]));
+        const float low = gemm_2 ? w[1] : w[0];
+        const float high = gemm_2 ? w[1] : w[2];
+        const float up = gemm_2 ? w[0] : w[1];
+        smem.scales[stage][0][pair] = make_float4(x.x * w[0], x.y * w[0], x.x * up, x.y * up);
         smem.scales[stage][1][pair] = make_float4(x.x * low, x.y * low, x.x * high, x.y * high);
     }
     fence_async_shared();
@@ -96,21 +132,22 @@ DEVICE void role_gather(const Params& p, Smem& smem, const Head& head) {
             const u32* done = head.bank + kBankBlocks + task.block;
             wait_until(p, kWaitMid, task.block, expected, [&] { return load_acquire_gpu(done) == expected; });
         }
-        const Source source = find_source(p, task);
+        const Copies copies = find_copies(p, smem, task, slot.stage);
+        const bool gemm_2 = task.phase == kGemm2;
         const u32 num_blocks_k = num_k_blocks(task);
         for (u32 k = 0; k < num_blocks_k; ++k, ring.advance()) {
             wait_barrier(p, kWaitStageEmpty, &smem.empty[ring.stage], ring.stage, ring.empty_parity());
-            copy_k_block(smem, task, source, slot.stage, ring.stage, k);
+            copy_k_block(smem, copies, ring.stage, k);
             if (k >= kGatherLag) {
                 wait_copies<kGatherLag>();
-                publish_k_block(smem, task, landed.stage);
+                publish_k_block(smem, gemm_2, copies.num_scales, landed.stage);
                 landed.advance();
             }
         }
         // The task's last k-blocks go out before anything of the next is awaited.
         wait_copies<0>();
         for (u32 k = num_blocks_k < kGatherLag ? 0 : num_blocks_k - kGatherLag; k < num_blocks_k; ++k) {
-            publish_k_block(smem, task, landed.stage);
+            publish_k_block(smem, gemm_2, copies.num_scales, landed.stage);
             landed.advance();
         }
         sync_warp();

@@ -130,17 +130,49 @@ DEVICE void count_pairs(const Params& p, u32* counts, u32 begin, u32 end) {
     sync_block();
 }
 
-// Few pairs: every CTA sorts all of them into its own shared memory and waits for nobody.
-DEVICE void sort_locally(const Params& p, Smem& smem, u32* counts, u32* next) {
+// Few pairs: every CTA sorts all of them into its own shared memory and waits for nobody. CTAs must agree on the rows, so
+// the sort is stable: each warp takes consecutive pairs, counts them by expert in a row of `counts` of its own, starts
+// after the warps before it, and ranks its pairs 32 at a time by matching experts. One lane writes for each expert.
+DEVICE void sort_locally(const Params& p, Smem& smem, u16 (*counts)[kNumExperts], u32* num_rows) {
+    constexpr u32 kWarps = kNumThreads / kWarpThreads;
     const u32 num_pairs = p.num_tokens * kTopK;
-    count_pairs(p, counts, 0, num_pairs);
-    if (warp_idx() == 0) prefix_sums(smem, counts);
+    const u32 share = ceil_div(num_pairs, kNumThreads) * kWarpThreads;
+    const u32 begin = min_of(warp_idx() * share, num_pairs), end = min_of(begin + share, num_pairs);
+    u16* mine = counts[warp_idx()];
+    const u32 lanes_before = (1u << lane_idx()) - 1;
+    for (u32 e = lane_idx(); e < kNumExperts; e += kWarpThreads) mine[e] = 0;
+    sync_warp();
+    for (u32 first = begin; first < end; first += kWarpThreads) {
+        const u32 pair = first + lane_idx();
+        const u32 expert = pair < end ? expert_of_pair(p, pair) : kNumExperts;
+        const u32 same = __match_any_sync(kFullMask, expert);
+        if (expert < kNumExperts && (same & lanes_before) == 0) mine[expert] += u16(__popc(same));
+        sync_warp();
+    }
     sync_block();
-    for (u32 e = thread_idx(); e < kNumExperts; e += kNumThreads) next[e] = smem.row_start[e];
+    for (u32 e = thread_idx(); e < kNumExperts; e += kNumThreads) {
+        u32 rows = 0;
+        for (u32 warp = 0; warp < kWarps; ++warp) {
+            const u32 warp_rows = counts[warp][e];
+            counts[warp][e] = u16(rows);
+            rows += warp_rows;
+        }
+        num_rows[e] = rows;
+    }
     sync_block();
-    for (u32 pair = thread_idx(); pair < num_pairs; pair += kNumThreads) {
-        const u32 expert = expert_of_pair(p, pair);
-        if (expert < kNumExperts) smem.local_rows[fetch_add_shared(next + expert, 1)] = u16(pair);
+    if (warp_idx() == 0) prefix_sums(smem, num_rows);
+    sync_block();
+    for (u32 first = begin; first < end; first += kWarpThreads) {
+        const u32 pair = first + lane_idx();
+        const u32 expert = pair < end ? expert_of_pair(p, pair) : kNumExperts;
+        const u32 same = __match_any_sync(kFullMask, expert);
+        const u32 row = expert < kNumExperts ? mine[expert] : 0;
+        sync_warp();
+        if (expert < kNumExperts) {
+            smem.local_rows[smem.row_start[expert] + row + __popc(same & lanes_before)] = u16(pair);
+            if ((same & lanes_before) == 0) mine[expert] = u16(row + __popc(same));
+        }
+        sync_warp();
     }
 }
 
@@ -183,14 +215,17 @@ DEVICE Head run_head(const Params& p, Smem& smem) {
     clear_unrouted_tokens(p);
 
     // Counts alias the token ring, which cp.async fills later: the same proxy, so a CTA barrier orders the two.
-    u32* counts = reinterpret_cast<u32*>(smem.token_tiles);
-    u32* next = counts + kNumExperts;
-    static_assert(2 * kNumExperts * sizeof(u32) <= sizeof(Smem::token_tiles), "counts alias the token ring");
+    struct Counts {
+        u32 totals[kNumExperts], next[kNumExperts];
+        u16 of_warp[kNumThreads / kWarpThreads][kNumExperts];
+    };
+    static_assert(sizeof(Counts) <= sizeof(Smem::token_tiles), "counts alias the token ring");
+    Counts& counts = *reinterpret_cast<Counts*>(smem.token_tiles);
     const bool local = p.num_tokens * kTopK <= kNumLocalPairs;
     if (local) {
-        sort_locally(p, smem, counts, next);
+        sort_locally(p, smem, counts.of_warp, counts.totals);
     } else {
-        sort_together(p, smem, bank, counts, next);
+        sort_together(p, smem, bank, counts.totals, counts.next);
     }
     sync_block();
     // Pairs with wait_for_head. The last CTA to come has seen every CTA read the parity and turns it.

@@ -1,0 +1,238 @@
+"""The command line, a thin shell: options in, text out. Nothing imports it but `__main__`.
+
+Heavy imports sit inside the commands, so that `--help` is quick. Exit codes: 0 done, 1 something
+failed or was found wrong, 2 a mistake of the user (one sentence on stderr).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    help="The whole mixture-of-experts layer as one CUDA kernel launch.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+cache_app = typer.Typer(help="The disk cache of compiled kernels.", no_args_is_help=True)
+app.add_typer(cache_app, name="cache")
+
+Model = Annotated[str | None, typer.Option(help="A preset, such as deepseek-v3.")]
+Config = Annotated[
+    Path | None, typer.Option(help="A Hugging Face config.json, or the folder that holds one.")
+]
+Hidden = Annotated[int | None, typer.Option(help="Channels of a token.")]
+Intermediate = Annotated[int | None, typer.Option(help="Channels of an expert between its GEMMs.")]
+Experts = Annotated[int | None, typer.Option(help="Experts of a layer, over all ranks.")]
+TopK = Annotated[int | None, typer.Option(help="Experts a token is routed to.")]
+Ep = Annotated[int, typer.Option(help="Ranks that share the experts.")]
+TokenCount = Annotated[int, typer.Option(help="Tokens of a call.")]
+Gpu = Annotated[
+    str | None,
+    typer.Option(help="h200, h100-sxm, h100-pcie, h20 or b200; the GPU found here, else h200."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def _guard(command: Callable) -> Callable:
+    """Turn errors into a sentence on stderr: exit 2 for the user's mistakes, 1 for failures."""
+
+    @wraps(command)
+    def guarded(*args, **kwargs):
+        from jitmoe.jit.nvrtc import CompileError, ToolchainError
+        from jitmoe.run.driver import DriverError
+        from jitmoe.run.workspace import DeviceTimeout
+
+        try:
+            return command(*args, **kwargs)
+        except ValueError as error:  # PlanError, LayoutError and RenderError too
+            _fail(error, 2)
+        except (CompileError, ToolchainError, DriverError, DeviceTimeout) as error:
+            _fail(error, 1)
+        except BrokenPipeError:  # `jitmoe show ... | head`
+            sys.stderr.close()
+            raise typer.Exit(1) from None
+        except (OSError, MemoryError) as error:
+            _fail(error, 1)
+
+    return guarded
+
+
+def _fail(error: Exception, code: int) -> None:
+    typer.echo(f"jitmoe: {error}", err=True)
+    raise typer.Exit(code)
+
+
+def _console():
+    """A console whose lines do not break at 80 columns when piped."""
+    from rich.console import Console
+
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+
+
+def _shape(model, config, hidden, intermediate, experts, top_k):
+    """The ModelShape that the options name, from exactly one of the three sources."""
+    from jitmoe.plan import models
+
+    sizes = {
+        "--hidden": hidden,
+        "--intermediate": intermediate,
+        "--experts": experts,
+        "--top-k": top_k,
+    }
+    given = [name for name, size in sizes.items() if size is not None]
+    if (model is not None) + (config is not None) + bool(given) != 1:
+        raise ValueError(
+            "name the layer in one way: --model, or --config, or --hidden, --intermediate, "
+            "--experts and --top-k"
+        )
+    if model is not None:
+        return models.model_shape(model)
+    if config is not None:
+        return models.from_config(config)
+    if missing := [name for name in sizes if name not in given]:
+        raise ValueError(f"a layer by its sizes needs {', '.join(missing)} too")
+    return models.ModelShape("layer", hidden, intermediate, experts, top_k, "command line")
+
+
+def _spec(name: str | None):
+    """The GPU called `name`, else the one found here if kernels exist for it, else the H200."""
+    from jitmoe.plan.gpu import gpu_spec
+    from jitmoe.run.driver import DriverError, device_spec, num_devices
+
+    if name is None and num_devices() > 0:
+        try:
+            return device_spec(0)
+        except (ValueError, DriverError):
+            pass
+    return gpu_spec(name or "h200")
+
+
+def _title(shape, ep: int) -> str:
+    return f"{shape.name}, one rank of {ep}" if ep > 1 else shape.name
+
+
+@app.callback(invoke_without_command=True)
+def _main(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        from importlib.metadata import version as version_of
+
+        typer.echo(f"jitmoe {version_of('jitmoe')}")
+        raise typer.Exit
+
+
+@app.command()
+@_guard
+def plan(
+    model: Model = None,
+    config: Config = None,
+    hidden: Hidden = None,
+    intermediate: Intermediate = None,
+    experts: Experts = None,
+    top_k: TopK = None,
+    ep: Ep = 1,
+    tokens: TokenCount = 32,
+    gpu: Gpu = None,
+    as_json: Json = False,
+) -> None:
+    """Print the plan of a layer: bucket, roles, shared memory, grid, floor. Needs no GPU."""
+    from jitmoe.report import plan_report, print_plan
+
+    shape = _shape(model, config, hidden, intermediate, experts, top_k)
+    report = plan_report(shape.problem(tokens, ep), _spec(gpu))
+    if as_json:
+        typer.echo(json.dumps({"layer": _title(shape, ep), **report}, indent=2))
+    else:
+        print_plan(_console(), _title(shape, ep), report)
+
+
+@app.command()
+@_guard
+def show(
+    model: Model = None,
+    config: Config = None,
+    hidden: Hidden = None,
+    intermediate: Intermediate = None,
+    experts: Experts = None,
+    top_k: TopK = None,
+    ep: Ep = 1,
+    tokens: TokenCount = 32,
+    gpu: Gpu = None,
+    plain: Annotated[bool, typer.Option(help="Without colours.")] = False,
+) -> None:
+    """Print the CUDA source of a layer's kernel. Needs no GPU."""
+    from jitmoe.jit.render import render
+    from jitmoe.plan.heuristics import choose
+
+    shape = _shape(model, config, hidden, intermediate, experts, top_k)
+    text = render(choose(shape.problem(tokens, ep), _spec(gpu)))
+    if plain or not sys.stdout.isatty():
+        typer.echo(text, nl=False)
+        return
+    from rich.syntax import Syntax
+
+    _console().print(Syntax(text, "cuda", background_color="default"))
+
+
+@app.command()
+@_guard
+def warmup(
+    model: Model = None,
+    config: Config = None,
+    hidden: Hidden = None,
+    intermediate: Intermediate = None,
+    experts: Experts = None,
+    top_k: TopK = None,
+    ep: Ep = 1,
+    arch: Annotated[str, typer.Option(help="Architecture to build for.")] = "sm_90a",
+    jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Kernels at a time.")] = 1,
+) -> None:
+    """Build every kernel a model needs into the disk cache. Needs no GPU."""
+    from jitmoe.prebuild import model_plans, prebuild
+
+    shape = _shape(model, config, hidden, intermediate, experts, top_k)
+    plans = model_plans(shape, ep, arch)
+    if not prebuild(plans, jobs, _console()):
+        raise typer.Exit(1)
+
+
+@app.command()
+@_guard
+def doctor() -> None:
+    """Say what was found where, what is missing and how to get it."""
+    from jitmoe.doctor import examine, print_findings
+
+    findings = examine()
+    print_findings(_console(), findings)
+    if any(finding.status == "missing" for finding in findings):
+        raise typer.Exit(1)
+
+
+@app.command()
+@_guard
+def demo(
+    model: Model = None,
+    ep: Annotated[int | None, typer.Option(help="Ranks that share the experts.")] = None,
+    tokens: Annotated[
+        list[int] | None, typer.Option(help="Tokens of a call; may be given several times.")
+    ] = None,
+    jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Kernels at a time.")] = 2,
+) -> None:
+    """Run a layer and check it against the oracle. Without a GPU: build it, check the oracle."""
+    from jitmoe.demo import demo as run_demo
+    from jitmoe.plan.models import model_shape
+
+    shape = model_shape(model or "deepseek-v3")
+    default_ep = 8 if model is None else 1
+    if not run_demo(_console(), shape, ep or default_ep, tokens or None, jobs):
+        raise typer.Exit(1)

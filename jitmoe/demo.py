@@ -1,0 +1,104 @@
+"""`jitmoe demo`: a real layer, run and checked on a Hopper GPU, or built where there is none."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import numpy as np
+from rich.console import Console
+
+from jitmoe import prebuild, reference
+from jitmoe.fp8 import decode_e4m3, quantize_tokens
+from jitmoe.plan.models import ModelShape
+from jitmoe.plan.problem import QUANT_GROUP
+from jitmoe.run.driver import device_spec, num_devices
+
+ARCH = "sm_90a"
+
+
+def demo(
+    console: Console, shape: ModelShape, ep: int, token_counts: list[int] | None, jobs: int
+) -> bool:
+    """Run the demo and print what it sees. True if everything that was checked is right.
+
+    shape         the layer; its experts are shared by `ep` ranks and one rank is run
+    token_counts  calls to run (default: a spread from decode to prefill)
+    """
+    if num_devices() > 0:
+        try:
+            gpu = device_spec(0)
+        except ValueError as error:
+            console.print(f"{error}", markup=False)
+            gpu = None
+        if gpu is not None and gpu.arch == ARCH:
+            from jitmoe.demo_gpu import demo_on_gpu
+
+            return demo_on_gpu(console, shape, ep, token_counts)
+    return demo_without_gpu(console, shape, ep, jobs)
+
+
+def demo_without_gpu(console: Console, shape: ModelShape, ep: int, jobs: int) -> bool:
+    """Everything that needs no GPU: the kernels are built for Hopper and the oracle is checked."""
+    console.print(
+        f"No Hopper GPU here. Building the {ARCH} kernels of {shape.name} (one rank of {ep}):",
+        markup=False,
+    )
+    is_built = prebuild.prebuild(prebuild.model_plans(shape, ep, ARCH), jobs, console)
+    start = time.perf_counter()
+    error = oracle_error()
+    is_right = error < 1e-12
+    console.print(
+        f"NumPy oracle against a loop over tokens, slots and channels: relative error {error:.1e} "
+        f"in {time.perf_counter() - start:.1f} s: {verdict(is_right)}"
+    )
+    console.print("No kernel was executed: that needs an H100, H200 or H20.")
+    return is_built and is_right
+
+
+def verdict(is_right: bool) -> str:
+    return "PASS" if is_right else "FAIL"
+
+
+def oracle_error() -> float:
+    """Relative error of the oracle on a small layer with ragged scale blocks."""
+    layer = reference.random_layer(num_experts=4, hidden=256, intermediate=80, seed=1)
+    tokens = reference.random_tokens(6, 256, num_experts=4, top_k=2, seed=2, routing="unused")
+    x, x_scale = quantize_tokens(tokens.x)
+    args = (x, x_scale, tokens.topk_ids, tokens.topk_weights, *layer)
+    return reference.relative_error(
+        reference.mega_moe(*args, requantize=False), layer_by_loops(*args)
+    )
+
+
+def layer_by_loops(x, x_scale, topk_ids, topk_weights, w13, w13_scale, w2, w2_scale) -> np.ndarray:
+    """The layer's definition, a channel at a time in Python floats."""
+    num_experts, hidden, intermediate = w2.shape
+    y = np.zeros((len(x), hidden))
+    for token, codes in enumerate(decode_e4m3(x)):
+        row = [float(code) * _scale(x_scale[token], k) for k, code in enumerate(codes)]
+        for slot, expert in enumerate(topk_ids[token]):
+            if not 0 <= expert < num_experts:
+                continue
+            sums = [
+                _dot(row, weights, w13_scale[expert][channel // QUANT_GROUP])
+                for channel, weights in enumerate(decode_e4m3(w13[expert]))
+            ]
+            gates, ups = sums[:intermediate], sums[intermediate:]
+            mid = [g / (1 + math.exp(-g)) * u for g, u in zip(gates, ups, strict=True)]
+            for channel, weights in enumerate(decode_e4m3(w2[expert])):
+                value = _dot(mid, weights, w2_scale[expert][channel // QUANT_GROUP])
+                y[token, channel] += float(topk_weights[token, slot]) * value
+    return y
+
+
+def _scale(scales, k: int) -> float:
+    return float(scales[k // QUANT_GROUP])
+
+
+def _dot(row: list[float], codes: np.ndarray, scales: np.ndarray) -> float:
+    terms = (
+        x * float(code) * _scale(scales, k)
+        for k, (x, code) in enumerate(zip(row, codes, strict=True))
+    )
+    return math.fsum(terms)

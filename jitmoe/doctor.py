@@ -1,0 +1,270 @@
+"""`jitmoe doctor`: what was found where, what is missing and how to get it. Never raises."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import pwd
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+PROBE = 'extern "C" __global__ void probe(float* y) { y[threadIdx.x] = 1.0f; }\n'
+INSTALL = "pip install 'jitmoe[cu12]' (or [cu13], where the driver supports CUDA 13)"
+
+
+class Finding(NamedTuple):
+    """`missing` is needed and fails the examination; `note` is worth knowing and does not."""
+
+    status: Literal["ok", "note", "missing"]
+    name: str
+    text: str
+    remedy: str = ""
+
+
+def examine() -> list[Finding]:
+    """Every finding, in the order of printing. A check that breaks is a finding as well."""
+    checks = (
+        ("python", _python),
+        ("driver", _driver),
+        ("cuda-bindings", lambda: _package("cuda-bindings", "cuda.bindings")),
+        ("cuda-core", lambda: _package("cuda-core", "cuda.core")),
+        ("cupy", _cupy),
+        ("nvrtc", _nvrtc),
+        ("compile", _compile),
+        ("templates", _templates),
+        ("cache", _cache),
+        ("c++ compiler", _host_compiler),
+        ("settings", _settings),
+    )
+    return [finding for name, check in checks for finding in _run(name, check)]
+
+
+def print_findings(console, findings: list[Finding]) -> None:
+    """A line each; remedies below."""
+    from rich.text import Text
+
+    colours = {"ok": "green", "note": "yellow", "missing": "red"}
+    width = max(len(finding.name) for finding in findings)
+    for finding in findings:
+        line = Text(f"{finding.status:<8}", style=colours[finding.status])
+        line.append(f"{finding.name:<{width}}  {finding.text}", style="default")
+        console.print(line, soft_wrap=True)
+        if finding.remedy:
+            console.print(Text(f"{'':<{width + 10}}-> {finding.remedy}"), soft_wrap=True)
+
+
+def _run(name: str, check: Callable[[], Iterator[Finding]]) -> list[Finding]:
+    findings = []
+    try:
+        findings.extend(check())
+    except Exception as error:  # whatever is broken here, the other lines still help
+        findings.append(Finding("missing", name, f"{type(error).__name__}: {error}"))
+    return findings
+
+
+def _python() -> Iterator[Finding]:
+    yield Finding("ok", "python", f"{sys.version.split()[0]} at {sys.executable}")
+
+
+def _driver() -> Iterator[Finding]:
+    from jitmoe.run.driver import call, device_spec, driver, driver_version, num_devices
+
+    count = num_devices()
+    if count == 0:
+        yield Finding(
+            "note",
+            "gpu",
+            "none found: kernels can be planned, rendered and built here, not run",
+            "on a machine with a GPU, install NVIDIA's driver and, in a container, pass the GPU in",
+        )
+        return
+    major, minor = driver_version()
+    yield Finding("ok", "driver", f"supports CUDA {major}.{minor}")
+    module = driver()
+    wheels = int(importlib.metadata.version("cuda-bindings").split(".")[0])
+    if major < wheels:
+        yield Finding(
+            "missing",
+            "driver",
+            f"supports CUDA {major}, the installed wheels are for CUDA {wheels}",
+            f"pip install 'jitmoe[cu{major}]' in a fresh environment, or update the driver",
+        )
+    for device in range(count):
+        try:
+            spec = device_spec(device)
+        except ValueError as error:
+            yield Finding("note", f"gpu {device}", str(error))
+            continue
+        memory = call(module.cuDeviceTotalMem, call(module.cuDeviceGet, device))
+        text = f"{spec.name}, {spec.arch}, {spec.num_sms} SMs, {memory / 1e9:.0f} GB"
+        yield Finding("ok", f"gpu {device}", text)
+
+
+def _package(distribution: str, module: str) -> Iterator[Finding]:
+    try:
+        version = importlib.metadata.version(distribution)
+        path = importlib.import_module(module).__path__[0]
+    except ImportError as error:  # PackageNotFoundError too
+        yield Finding("missing", distribution, f"not installed ({error})", INSTALL)
+        return
+    yield Finding("ok", distribution, f"{version} at {path}")
+
+
+def _cupy() -> Iterator[Finding]:
+    wheels = [
+        f"{name} {importlib.metadata.version(name)}"
+        for name in ("cupy-cuda12x", "cupy-cuda13x", "cupy")
+        if _installed(name)
+    ]
+    if len(wheels) > 1:
+        text = f"{' and '.join(wheels)} are installed and overwrite each other"
+        yield Finding("missing", "cupy", text, "uninstall all of them, then install one")
+        return
+    try:
+        path = importlib.import_module("cupy").__path__[0]
+    except Exception as error:
+        from jitmoe.run.driver import num_devices
+
+        status = "missing" if num_devices() else "note"
+        yield Finding(status, "cupy", f"not usable ({error}); needed to run kernels", INSTALL)
+        return
+    yield Finding("ok", "cupy", f"{wheels[0] if wheels else 'built from source'} at {path}")
+
+
+def _installed(distribution: str) -> bool:
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _nvrtc() -> Iterator[Finding]:
+    from jitmoe.jit import nvrtc
+
+    try:
+        version = nvrtc.version()
+    except nvrtc.ToolchainError as error:
+        yield Finding("missing", "nvrtc", str(error), INSTALL)
+        return
+    yield Finding("ok", "nvrtc", f"{version} at {_loaded_library('libnvrtc.so')}")
+
+
+def _loaded_library(name: str) -> str:
+    """Where this process mapped a shared library from."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        lines = []
+    paths = (line.split(maxsplit=5)[-1] for line in lines)
+    return next((path for path in paths if name in path), "an unknown place")
+
+
+def _compile() -> Iterator[Finding]:
+    from jitmoe.jit import nvrtc
+
+    start = time.perf_counter()
+    try:
+        cubin = nvrtc.compile(PROBE, "sm_90a", "doctor.cu")
+    except (nvrtc.CompileError, nvrtc.ToolchainError) as error:
+        yield Finding("missing", "compile", f"NVRTC builds no kernel for sm_90a: {error}", INSTALL)
+        return
+    seconds = time.perf_counter() - start
+    text = f"a small kernel for sm_90a: {len(cubin.data):,} bytes in {seconds:.2f} s"
+    yield Finding("ok", "compile", text)
+
+
+def _templates() -> Iterator[Finding]:
+    from jitmoe.jit.render import RenderError, templates_dir
+
+    try:
+        yield Finding("ok", "templates", str(templates_dir()))
+    except RenderError as error:
+        yield Finding("missing", "templates", str(error), "install jitmoe again")
+
+
+def _cache() -> Iterator[Finding]:
+    from jitmoe import settings
+    from jitmoe.jit import cache
+
+    if settings.get("JITMOE_NO_CACHE"):
+        yield Finding("note", "cache", "off: JITMOE_NO_CACHE is set")
+        return
+    first, packs = cache.directories()
+    if first is None:
+        yield Finding("note", "cache", "memory only: HOME is not set", _CACHE_REMEDY)
+    else:
+        yield _cache_directory(first)
+    for pack in packs:
+        text = f"{pack}, read only: {_contents(pack)}" if pack.is_dir() else f"{pack} is no folder"
+        yield Finding("ok" if pack.is_dir() else "note", "cache pack", text)
+
+
+_CACHE_REMEDY = "set JITMOE_CACHE_DIR to a writable folder of yours"
+
+
+def _cache_directory(path: Path) -> Finding:
+    """What is known without creating it."""
+    nearest = next(folder for folder in (path, *path.parents) if folder.exists())
+    if not nearest.is_dir():
+        return Finding("note", "cache", f"memory only: {nearest} is no folder", _CACHE_REMEDY)
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        text = f"memory only: {nearest} of user {_owner(nearest)} is not writable"
+        return Finding("note", "cache", text, _CACHE_REMEDY)
+    if nearest != path:
+        return Finding("ok", "cache", f"{path}, to be created at first use")
+    if path.stat().st_uid not in (os.geteuid(), 0):
+        text = f"{path} belongs to user {_owner(path)} and is not used"
+        return Finding("note", "cache", text, _CACHE_REMEDY)
+    return Finding("ok", "cache", f"{path} of user {_owner(path)}, writable: {_contents(path)}")
+
+
+def _contents(directory: Path) -> str:
+    cubins = [path.stat().st_size for path in directory.glob("*/*.cubin")]
+    return f"{len(cubins)} kernels, {sum(cubins):,} bytes of code"
+
+
+def _host_compiler() -> Iterator[Finding]:
+    for name in filter(None, (os.environ.get("CXX"), "g++", "clang++", "c++")):
+        path = shutil.which(name)
+        if path:
+            run = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20)
+            first = next(iter(run.stdout.splitlines()), "")
+            yield Finding("ok", "c++ compiler", f"{path}: {first}")
+            return
+    yield Finding(
+        "note",
+        "c++ compiler",
+        "none found; only running kernels on a CPU would need one",
+        "install g++ 12 or later",
+    )
+
+
+def _settings() -> Iterator[Finding]:
+    from jitmoe import settings
+
+    for name in settings.SWITCHES:
+        try:
+            value = settings.get(name)
+        except ValueError as error:
+            yield Finding("missing", "settings", str(error), f"unset {name}")
+            continue
+        if os.environ.get(name):
+            yield Finding("ok", "settings", f"{name}={value}")
+    for name in settings.unknown():
+        known = ", ".join(settings.SWITCHES)
+        yield Finding("note", "settings", f"{name} is no switch of jitmoe", f"known are {known}")
+
+
+def _owner(path: Path) -> str:
+    uid = path.stat().st_uid
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
