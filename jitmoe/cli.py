@@ -7,23 +7,17 @@ failed or was found wrong, 2 a mistake of the user (one sentence on stderr).
 from __future__ import annotations
 
 import json
+import os
 import sys
-from collections.abc import Callable
-from functools import wraps
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer.core import TyperGroup
 
-app = typer.Typer(
-    help="The whole mixture-of-experts layer as one CUDA kernel launch.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-cache_app = typer.Typer(help="The disk cache of compiled kernels.", no_args_is_help=True)
-app.add_typer(cache_app, name="cache")
+from jitmoe.cli_cache import app as cache_app
 
 Model = Annotated[str | None, typer.Option(help="A preset, such as deepseek-v3.")]
 Config = Annotated[
@@ -42,33 +36,44 @@ Gpu = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-def _guard(command: Callable) -> Callable:
+@contextmanager
+def _sentences() -> Iterator[None]:
     """Turn errors into a sentence on stderr: exit 2 for the user's mistakes, 1 for failures."""
+    from jitmoe.jit.nvrtc import CompileError
+    from jitmoe.jit.store import CacheError
+    from jitmoe.run.driver import DriverError
+    from jitmoe.run.workspace import DeviceTimeout
 
-    @wraps(command)
-    def guarded(*args, **kwargs):
-        from jitmoe.jit.nvrtc import CompileError, ToolchainError
-        from jitmoe.run.driver import DriverError
-        from jitmoe.run.workspace import DeviceTimeout
-
-        try:
-            return command(*args, **kwargs)
-        except ValueError as error:  # PlanError, LayoutError and RenderError too
-            _fail(error, 2)
-        except (CompileError, ToolchainError, DriverError, DeviceTimeout) as error:
-            _fail(error, 1)
-        except BrokenPipeError:  # `jitmoe show ... | head`
-            sys.stderr.close()
-            raise typer.Exit(1) from None
-        except (OSError, MemoryError) as error:
-            _fail(error, 1)
-
-    return guarded
+    try:
+        yield
+    except ValueError as error:  # PlanError, LayoutError and RenderError too
+        typer.echo(f"jitmoe: {error}", err=True)
+        raise typer.Exit(2) from None
+    except BrokenPipeError:  # `jitmoe show ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(1) from None
+    except (CompileError, CacheError, DriverError, DeviceTimeout, OSError, MemoryError) as error:
+        typer.echo(f"jitmoe: {error}", err=True)
+        raise typer.Exit(1) from None
 
 
-def _fail(error: Exception, code: int) -> None:
-    typer.echo(f"jitmoe: {error}", err=True)
-    raise typer.Exit(code)
+class _Group(TyperGroup):
+    """The commands, with errors made readable."""
+
+    def invoke(self, ctx):
+        with _sentences():
+            return super().invoke(ctx)
+
+
+app = typer.Typer(
+    cls=_Group,
+    help="The whole mixture-of-experts layer as one CUDA kernel launch.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.add_typer(cache_app, name="cache")
 
 
 def _console():
@@ -125,14 +130,16 @@ def _main(
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
 ) -> None:
     if version:
-        from importlib.metadata import version as version_of
+        from importlib import metadata
 
-        typer.echo(f"jitmoe {version_of('jitmoe')}")
+        try:
+            typer.echo(f"jitmoe {metadata.version('jitmoe')}")
+        except metadata.PackageNotFoundError:
+            typer.echo("jitmoe, run from a checkout")
         raise typer.Exit
 
 
 @app.command()
-@_guard
 def plan(
     model: Model = None,
     config: Config = None,
@@ -157,7 +164,6 @@ def plan(
 
 
 @app.command()
-@_guard
 def show(
     model: Model = None,
     config: Config = None,
@@ -185,7 +191,6 @@ def show(
 
 
 @app.command()
-@_guard
 def warmup(
     model: Model = None,
     config: Config = None,
@@ -207,7 +212,6 @@ def warmup(
 
 
 @app.command()
-@_guard
 def doctor() -> None:
     """Say what was found where, what is missing and how to get it."""
     from jitmoe.doctor import examine, print_findings
@@ -219,12 +223,11 @@ def doctor() -> None:
 
 
 @app.command()
-@_guard
 def demo(
     model: Model = None,
     ep: Annotated[int | None, typer.Option(help="Ranks that share the experts.")] = None,
     tokens: Annotated[
-        list[int] | None, typer.Option(help="Tokens of a call; may be given several times.")
+        list[int] | None, typer.Option(min=1, help="Tokens of a call; may be given several times.")
     ] = None,
     jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Kernels at a time.")] = 2,
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from importlib.util import find_spec
 
 import numpy as np
 from rich.console import Console
@@ -32,6 +33,9 @@ def demo(
             console.print(f"{error}", markup=False)
             gpu = None
         if gpu is not None and gpu.arch == ARCH:
+            if find_spec("cupy") is None:
+                console.print("CuPy is not installed: pip install 'jitmoe[cu12]'", markup=False)
+                return False
             from jitmoe.demo_gpu import demo_on_gpu
 
             return demo_on_gpu(console, shape, ep, token_counts)

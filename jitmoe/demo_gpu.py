@@ -1,4 +1,4 @@
-"""The demo on a Hopper GPU: random layers of a model's size, checked against the oracle and timed."""
+"""The demo on a Hopper GPU: a random layer of a model's size, checked by the oracle and timed."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def fit_experts(layer: MoeProblem, free_bytes: int) -> MoeProblem:
 
 
 def _weight_sets(layer: MoeProblem, cupy) -> tuple[list[ExpertWeights], reference.Layer]:
-    """As many sets as fit, and the first as the oracle takes it; the others have its experts moved."""
+    """As many sets as fit, and the first for the oracle; the others have its experts moved."""
     first = reference.random_layer(
         layer.num_experts, layer.hidden, layer.intermediate, seed=1, xp=cupy, outliers=4
     )

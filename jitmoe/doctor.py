@@ -73,20 +73,22 @@ def _python() -> Iterator[Finding]:
 
 
 def _driver() -> Iterator[Finding]:
-    from jitmoe.run.driver import call, device_spec, driver, driver_version, num_devices
+    from jitmoe.run.driver import call, device_spec, driver, driver_version
 
-    count = num_devices()
-    if count == 0:
+    try:
+        module = driver()
+        call(module.cuInit, 0)
+        count = call(module.cuDeviceGetCount)
+    except Exception as error:  # the loader's own classes too, where there is no driver
         yield Finding(
             "note",
             "gpu",
-            "none found: kernels can be planned, rendered and built here, not run",
+            f"none: kernels can be planned and built here, not run ({_first_line(error)})",
             "on a machine with a GPU, install NVIDIA's driver and, in a container, pass the GPU in",
         )
         return
     major, minor = driver_version()
     yield Finding("ok", "driver", f"supports CUDA {major}.{minor}")
-    module = driver()
     wheels = int(importlib.metadata.version("cuda-bindings").split(".")[0])
     if major < wheels:
         yield Finding(
@@ -104,6 +106,10 @@ def _driver() -> Iterator[Finding]:
         memory = call(module.cuDeviceTotalMem, call(module.cuDeviceGet, device))
         text = f"{spec.name}, {spec.arch}, {spec.num_sms} SMs, {memory / 1e9:.0f} GB"
         yield Finding("ok", f"gpu {device}", text)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _package(distribution: str, module: str) -> Iterator[Finding]:

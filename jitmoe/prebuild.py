@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from jitmoe.jit.build import Built, build_many
-from jitmoe.jit.nvrtc import version
+from jitmoe.jit.nvrtc import options, version
 from jitmoe.plan.gpu import GPUS, GpuSpec
 from jitmoe.plan.heuristics import plans_of_model
 from jitmoe.plan.models import ModelShape
@@ -35,9 +35,11 @@ def model_plans(shape: ModelShape, ep: int, arch: str) -> list[MegaMoePlan]:
 def prebuild(plans: Iterable[MegaMoePlan], jobs: int, console: Console) -> bool:
     """Build `plans` with a progress bar and a line for each, failures on stderr. True if all built.
 
-    Raises ToolchainError before anything else if there is no compiler.
+    Raises ToolchainError if there is no compiler and ValueError for a setting of the wrong kind,
+    before anything else.
     """
     plans = list(plans)
+    options()
     compiler, start, failures = version(), time.perf_counter(), []
     with _progress(console) as progress:
         task = progress.add_task(f"building with NVRTC {compiler}", total=len(plans))

@@ -15,7 +15,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from jitmoe import settings
-from jitmoe.jit import cache, nvrtc
+from jitmoe.jit import cache, nvrtc, store
 from jitmoe.jit.render import render
 from jitmoe.plan.plan import Plan
 
@@ -95,7 +95,7 @@ def _compile(plan: Plan, key: str, source: str, reason: str) -> Built:
     path = None
     if not settings.get("JITMOE_NO_CACHE"):
         facts = {"nvrtc": nvrtc.version(), "options": nvrtc.options()}
-        path = cache.store(plan, key, source, cubin, facts)
+        path = store.save(plan, key, source, cubin, facts)
     built = Built(plan, key, source, cubin, "compiled", cubin.seconds, path)
     where = path or "memory only"
     log.info("compiled %s in %.1f s (%s) -> %s", built.name, cubin.seconds, reason, where)

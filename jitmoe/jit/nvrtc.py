@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import threading
 import time
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,6 +13,9 @@ from jitmoe import settings
 from jitmoe.plan.plan import Plan
 
 STD = "c++20"
+
+# A first `import cuda.core` on two threads at once fails on one of them (cuda.core 1.2).
+_import_lock = threading.Lock()
 
 
 class CompileError(RuntimeError):
@@ -78,7 +82,8 @@ def compile(text: str, arch: str, name: str) -> Cubin:
     setting of the wrong kind.
     """
     version()  # finds a missing toolchain, and says so
-    from cuda.core import Program, ProgramOptions
+    with _import_lock:
+        from cuda.core import Program, ProgramOptions
 
     log = io.StringIO()
     start = time.perf_counter()
@@ -129,7 +134,8 @@ def version() -> str:
     except (
         Exception
     ) as error:  # the loader's own classes, one for each way of not finding the library
-        raise ToolchainError(f"NVRTC was not found; {_INSTALL}. ({error})") from error
+        reason = " ".join(str(error).split())
+        raise ToolchainError(f"NVRTC was not found; {_INSTALL} ({reason})") from error
     _call(status)
     try:
         _call(*nvrtc.nvrtcCompileProgram(program, 1, [b"-arch=compute_90"]))

@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 
@@ -130,6 +131,7 @@ class _Paste:
         return f"// ==== {actual} ====\n{_PRAGMA_ONCE.sub('', body)}"
 
 
+@lru_cache
 def _environment(templates: Path) -> jinja2.Environment:
     env = jinja2.Environment(
         loader=jinja2.FileSystemLoader(templates),

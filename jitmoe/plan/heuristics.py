@@ -59,7 +59,7 @@ def choose(problem: MoeProblem, gpu: GpuSpec) -> MegaMoePlan:
                 num_local_pairs=num_local_pairs,
                 producer_regs=56 if name == "prefill" else 88,
                 math_regs=224 if name == "prefill" else 208,
-                unroll_k=1,
+                unroll_k=4 if name == "prefill" else 1,
             )
             if plan.smem.num_bytes <= gpu.smem_bytes:
                 plan.check(gpu)

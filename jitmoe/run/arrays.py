@@ -73,15 +73,16 @@ def view(array, name: str) -> DeviceArray:
 
 def _view_cupy(array, family: str) -> DeviceArray:
     itemsize = array.itemsize
-    dtype = array.dtype.name
-    return DeviceArray(
-        array.data.ptr,
-        array.shape,
-        tuple([stride // itemsize for stride in array.strides]),
-        _NAMES.get(dtype, dtype),
-        array.device.id,
-        family,
-    )
+    dtype = array.dtype
+    name = _numpy_names.get(dtype)
+    if name is None:  # the name of a NumPy dtype takes longer to make than all the rest
+        name = _numpy_names[dtype] = _NAMES.get(dtype.name, dtype.name)
+    data = array.data
+    strides = tuple([stride // itemsize for stride in array.strides])
+    return DeviceArray(data.ptr, array.shape, strides, name, data.device_id, family)
+
+
+_numpy_names: dict = {}
 
 
 def check_array(got: DeviceArray, name: str, shape: tuple, dtypes: tuple[str, ...], device: int) -> None:

@@ -49,8 +49,8 @@ class Workspace:
         self.device = cupy.cuda.Device().id if device is None else device
         self.max_tokens = max_tokens
         timeout_s = settings.get("JITMOE_TIMEOUT_S") if timeout_s is None else timeout_s
-        if not 0 < timeout_s <= 4000:
-            raise ValueError(f"timeout_s must be above 0 and at most 4000 seconds, got {timeout_s}")
+        if not 0 < timeout_s <= 3600:
+            raise ValueError(f"timeout_s must be above 0 and at most 3600 seconds, got {timeout_s}")
         self.timeout_us = max(1, int(timeout_s * 1e6))
         self.serial = next(_serials)  # unlike id(), never used again
         self.generation = 0  # counts moves of the memory, so that callers know when pointers changed

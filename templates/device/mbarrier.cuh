@@ -39,7 +39,7 @@ DEVICE void wait_barrier(const Params& p, Wait what, u64* barrier, u32 index, u3
 // The same while WGMMAs are in flight. No path out of the kernel here: ptxas would serialise them (C7518). When the
 // budget is spent it returns, and the caller's next wait_barrier, for a phase that never comes, gives up.
 DEVICE void wait_in_flight(const Params& p, u64* barrier, u32 parity) {
-    const u64 start = global_timer_ns();
-    while (!try_wait(barrier, parity) && global_timer_ns() - start < u64(p.timeout_us) * 1000) {
+    const u32 start = global_timer_us();
+    while (!try_wait(barrier, parity) && global_timer_us() - start <= p.timeout_us) {
     }
 }

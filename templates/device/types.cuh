@@ -18,8 +18,14 @@ constexpr u32 kFullMask = 0xffffffffu;
 
 DEVICE u32 thread_idx() { return threadIdx.x; }
 DEVICE u32 lane_idx() { return threadIdx.x % kWarpThreads; }
-DEVICE u32 block_idx() { return blockIdx.x; }
 DEVICE u32 num_blocks() { return gridDim.x; }
+
+// Volatile, so that it is read again where needed and not kept in a register from the start of the kernel.
+DEVICE u32 block_idx() {
+    u32 index;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
+    return index;
+}
 
 // The shuffle tells the compiler that the index is the same in the whole warp.
 DEVICE u32 warp_idx() { return __shfl_sync(kFullMask, threadIdx.x / kWarpThreads, 0); }
@@ -30,6 +36,13 @@ DEVICE constexpr T min_of(T a, T b) {
 }
 
 DEVICE constexpr u32 ceil_div(u32 x, u32 y) { return (x + y - 1) / y; }
+
+// `value`, equal in all lanes, for the uniform datapath: what follows from it takes no vector registers.
+DEVICE u32 make_uniform(u32 value) {
+    u32 uniform;
+    asm volatile("redux.sync.or.b32 %0, %1, 0xffffffff;" : "=r"(uniform) : "r"(value));
+    return uniform;
+}
 
 // The compiler forgets what it knows of `value`: nothing derived from it is computed ahead and kept in registers.
 DEVICE void forget_value(u32& value) { asm volatile("" : "+r"(value)); }

@@ -25,7 +25,7 @@ DEVICE void combine_token(const Params& p, u32 token, u32 used, u32 tile) {
 // After store_slices. Lanes count deliveries for a token each; then the warp sums the complete ones together.
 DEVICE void combine_tokens(const Params& p, const Task& task, const Share& share, const u32* pairs) {
     if (share.num_tokens == 0) return;
-    sync_named(share.barrier, share.num_warps * kWarpThreads);
+    sync_share(share);
     const u32 warp = kSplitTokens ? share.warp : share.group * 4 + share.warp;
     const u32 i = lane_idx() * share.num_warps + warp;
     u32 token = 0, used = 0;

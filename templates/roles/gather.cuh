@@ -13,9 +13,13 @@ DEVICE u32 weight_scale_row(const Task& task, u32 lane) {
     return min_of(kUpBlockOffset + task.tile + (lane - 1), ceil_div(2 * kIntermediate, 128) - 1);
 }
 
+// The two tokens whose scales lie together: neighbouring columns of a decode tile, rows eight apart in a prefill tile, as
+// one math thread has them.
+DEVICE u32 token_of_pair(u32 pair, u32 i) { return kSplitTokens ? pair / 8 * 16 + pair % 8 + i * 8 : pair * 2 + i; }
+
 // What this lane copies of every k-block of a task, with all that does not depend on k worked out: one 16-byte chunk of
 // each of kRows rows, the scales of one token pair, and one of the tile's weight scales. Offsets of the rows, in 16-byte
-// units, are in Smem::row_offsets: sixteen registers a lane would be too many beside the math warps' 224.
+// units, are in Smem::row_offsets, a lane's together: sixteen registers would be too many beside the math warps' 224.
 struct Copies {
     static constexpr u32 kRowsApart = 4 * kNumGatherWarps;  // 8 lanes a row
     static constexpr u32 kRows = kBlockTokens / kRowsApart;
@@ -60,14 +64,17 @@ DEVICE Copies find_copies(const Params& p, Smem& smem, const Task& task, u32 slo
     sync_warp();  // all lanes are done with the offsets of the task before
     for (u32 i = chunk; i < c.num_rows; i += 8) {
         const u32 row = first_row + i * Copies::kRowsApart;
-        smem.row_offsets[row] = u32(u64(source_row(row)) * row_stride / 16);
+        smem.row_offsets[first_row][i] = u32(u64(source_row(row)) * row_stride / 16);
     }
     sync_warp();
-    const u32 token = (warp * kWarpThreads + lane) * 2;
-    c.num_scales = token < task.num_rows ? min_of(task.num_rows - token, 2u) : 0;
+    const u32 pair = warp * kWarpThreads + lane;
+    c.num_scales = 0;
 #pragma unroll
     for (u32 i = 0; i < 2; ++i) {
-        c.scales[i] = scales + (i < c.num_scales ? i64(source_row(token + i)) * scale_row_stride : 0);
+        const u32 token = token_of_pair(pair, i);
+        const bool exists = token < task.num_rows;
+        c.num_scales += exists;
+        c.scales[i] = scales + (exists ? i64(source_row(token)) * scale_row_stride : 0);
     }
     return c;
 }
@@ -77,16 +84,14 @@ DEVICE void copy_k_block(Smem& smem, const Copies& c, u32 stage, u32 k) {
     const u32 warp = warp_idx() - kGatherWarpBegin, lane = lane_idx();
     u8* tile = smem.token_tiles[stage] + c.target;
     const u8* column = c.rows + k * kBlockK;
-    const u32* offsets = smem.row_offsets + warp * 4 + lane / 8;
-    constexpr u32 kGroup = 4;  // offsets read ahead
+    const uint4* offsets = reinterpret_cast<const uint4*>(smem.row_offsets[warp * 4 + lane / 8]);
 #pragma unroll
-    for (u32 first = 0; first < Copies::kRows; first += kGroup) {
+    for (u32 first = 0; first < Copies::kRows; first += 4) {
         if (first >= c.num_rows) break;
-        u32 ahead[kGroup];
+        const uint4 four = offsets[first / 4];
+        const u32 ahead[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
-        for (u32 i = 0; i < kGroup; ++i) ahead[i] = offsets[(first + i) * Copies::kRowsApart];
-#pragma unroll
-        for (u32 i = 0; i < kGroup; ++i) {
+        for (u32 i = 0; i < 4; ++i) {
             const u32 row = first + i;
             if (row < c.num_rows) copy_16_async(tile + row * Copies::kRowsApart * 128, column + u64(ahead[i]) * 16);
         }
@@ -112,7 +117,9 @@ DEVICE void publish_k_block(Smem& smem, bool gemm_2, u32 num_scales, u32 stage) 
         const float high = gemm_2 ? w[1] : w[2];
         const float up = gemm_2 ? w[0] : w[1];
         smem.scales[stage][0][pair] = make_float4(x.x * w[0], x.y * w[0], x.x * up, x.y * up);
-        smem.scales[stage][1][pair] = make_float4(x.x * low, x.y * low, x.x * high, x.y * high);
+        if (kUpBlockRest != 0 || gemm_2) {  // else no tile takes the second
+            smem.scales[stage][1][pair] = make_float4(x.x * low, x.y * low, x.x * high, x.y * high);
+        }
     }
     fence_async_shared();
     sync_warp();
@@ -122,15 +129,16 @@ DEVICE void publish_k_block(Smem& smem, bool gemm_2, u32 num_scales, u32 stage) 
 DEVICE void role_gather(const Params& p, Smem& smem, const Head& head) {
     Ring<kNumTaskSlots> slot;
     Ring<kNumStages> ring, landed;
-    if (p.x_is_bf16) wait_for_head(p, head.bank);
+    if (p.x_is_bf16) wait_for_head(p, head);
     for (;; slot.advance()) {
         const Task task = next_task(p, smem, slot);
         if (task.phase == kDone) return;
         if (task.phase == kGemm2) {
-            // Pairs with role_math: publish_mid.
-            const u32 expected = kNumTiles1 * (kSplitTokens ? 2 : 1);
-            const u32* done = head.bank + kBankBlocks + task.block;
-            wait_until(p, kWaitMid, task.block, expected, [&] { return load_acquire_gpu(done) == expected; });
+            // Pairs with publish_mid.
+            const u32 expected = kNumTiles1 * kNumShares;
+            wait_until(p, kWaitMid, task.block, expected, [&] {
+                return load_acquire_gpu(counter(p, head, kBankBlocks + task.block)) == expected;
+            });
         }
         const Copies copies = find_copies(p, smem, task, slot.stage);
         const bool gemm_2 = task.phase == kGemm2;

@@ -1,23 +1,7 @@
 // The math warpgroups: partial sums of 128-deep k-blocks on the tensor cores, promoted to fp32 with the scales of their
-// tokens and weights; then the epilogue of the phase. Weights are the 64-row operand, tokens the columns.
-//
-// decode:  the two warpgroups split a tile's 256 weight rows and share its tokens.
-// prefill: each takes all rows for 64 tokens of its own and knows nothing of the other.
+// tokens and weights (two-level accumulation); then the epilogue of the phase.
 
-// sums += partial * scale, for one 64-row block.
-template <u32 N>
-DEVICE void promote(float (&sums)[N / 2], const float (&partial)[N / 2], const float4* scales) {
-#pragma unroll
-    for (u32 j = 0; j < N / 8; ++j) {
-        const float4 s = scales[j * 4];
-        sums[4 * j + 0] = fmaf(partial[4 * j + 0], s.x, sums[4 * j + 0]);
-        sums[4 * j + 1] = fmaf(partial[4 * j + 1], s.y, sums[4 * j + 1]);
-        sums[4 * j + 2] = fmaf(partial[4 * j + 2], s.z, sums[4 * j + 2]);
-        sums[4 * j + 3] = fmaf(partial[4 * j + 3], s.w, sums[4 * j + 3]);
-    }
-}
-
-// Where the warpgroup reads in a stage, and which scale products its row blocks take: all that the main loop needs.
+// Where the warpgroup reads in a stage, and which scale products its blocks take: all that the main loop needs.
 struct Operands {
     u32 weights, tokens;  // low descriptor words in stage 0
     u32 scale_offset;     // of this lane's first token pair
@@ -25,18 +9,72 @@ struct Operands {
 };
 
 DEVICE Operands find_operands(const Smem& smem, const Task& task, const Share& share) {
+    const u32 lane = lane_idx();
     return {descriptor_low(smem.weight_tiles[0] + share.first_row * kBlockK),
-            descriptor_low(smem.token_tiles[0] + share.first_token * kBlockK), share.first_token / 2 + lane_idx() % 4,
-            task.phase == kGemm2};
+            descriptor_low(smem.token_tiles[0] + share.first_token * kBlockK),
+            kSplitTokens ? (share.group * 4 + share.warp) * 8 + lane / 4 : lane % 4, task.phase == kGemm2};
 }
 
-// kUnroll k-blocks. Two accumulators alternate: the tensor cores fill one while the other is promoted. The last wait
-// leaves nothing in flight, else ptxas serialises the loop around this (C7514).
+// Which variant of the scale products a tile's channels take (gather: publish_k_block). GEMM 1: channel 0..127 of gate and
+// up. GEMM 2: weight row 0..255.
+DEVICE bool second_variant(bool gemm_2, u32 weight_row) {
+    return gemm_2 ? weight_row >= 128 : kUpBlockRest != 0 && weight_row / 2 >= 128 - kUpBlockRest;
+}
+
+// Adds the partial sums of block `m`, times their scales, in the layout of the bucket.
+template <u32 N>
+struct Promotion {
+    // Prefill: the products of this thread's two tokens, read once a k-block. Where no tile of GEMM 1 has a second variant,
+    // weight rows from 128 on take `second` in both phases.
+    float4 first, second;
+
+    DEVICE void begin_k_block(const float4 (&scales)[2][kBlockTokens / 2], const Operands& at) {
+        if constexpr (kSplitTokens) {
+            first = scales[0][at.scale_offset];
+            second = scales[1][at.scale_offset];
+            if (kUpBlockRest == 0 && !at.gemm_2) second = first;
+        }
+    }
+
+    DEVICE void add(float (&sums)[N / 2], const float (&partial)[N / 2], u32 m,
+                    const float4 (&scales)[2][kBlockTokens / 2], const Operands& at) const {
+        const u32 warp = warp_idx() - kMathWarpBegin;
+        const u32 first_row = warp / 4 * (kBlockRows / 2) + m * 64 + warp % 4 * 16;
+        const float4* decode = scales[second_variant(at.gemm_2, first_row)] + at.scale_offset;
+#pragma unroll
+        for (u32 j = 0; j < N / 8; ++j) {
+            if constexpr (kSplitTokens) {
+                // Columns: groups of 8 that alternate between gate and up. Rows: the two tokens.
+                const u32 row = m * 64 + j / 2 * 16;
+                const bool takes_second = kUpBlockRest == 0 ? row >= 128 : second_variant(at.gemm_2, row);
+                const float s0 = takes_second ? (j % 2 ? second.z : second.x) : (j % 2 ? first.z : first.x);
+                const float s1 = takes_second ? (j % 2 ? second.w : second.y) : (j % 2 ? first.w : first.y);
+                add_four(sums + 4 * j, partial + 4 * j, s0, s0, s1, s1);
+            } else {
+                // Columns: the two tokens. Rows: gate and up.
+                const float4 s = decode[j * 4];
+                add_four(sums + 4 * j, partial + 4 * j, s.x, s.y, s.z, s.w);
+            }
+        }
+    }
+
+    DEVICE static void add_four(float* sums, const float* partial, float s0, float s1, float s2, float s3) {
+        sums[0] = fmaf(partial[0], s0, sums[0]);
+        sums[1] = fmaf(partial[1], s1, sums[1]);
+        sums[2] = fmaf(partial[2], s2, sums[2]);
+        sums[3] = fmaf(partial[3], s3, sums[3]);
+    }
+};
+
+// kUnroll k-blocks, each kNumRowBlocks blocks of 64 weight rows. Two accumulators alternate: the tensor cores fill one
+// while the other is promoted. The last wait leaves nothing in flight, else ptxas serialises the loop around this (C7514).
 template <u32 N, u32 kUnroll>
 DEVICE void multiply(const Params& p, Smem& smem, Ring<kNumStages>& ring, const Operands& at,
                      float (&sums)[kNumRowBlocks][N / 2]) {
     constexpr u32 kSteps = kUnroll * kNumRowBlocks;
     float partial[2][N / 2];
+    Promotion<N> promotion;
+    u32 weights = 0, tokens = 0;
     u32 previous = 0;  // stage of the step before
 #pragma unroll
     for (u32 step = 0; step <= kSteps; ++step) {
@@ -46,11 +84,14 @@ DEVICE void multiply(const Params& p, Smem& smem, Ring<kNumStages>& ring, const 
                 // Pairs with role_load and publish_k_block.
                 wait_barrier(p, kWaitStageFull, &smem.full[ring.stage], ring.stage, ring.parity());
             } else if (m == 0) {
-                forget_value(ring.stage);
                 wait_in_flight(p, &smem.full[ring.stage], ring.parity());
             }
-            const u32 a = at.weights + ring.stage * descriptor_step(kWeightTileBytes) + m * descriptor_step(64 * kBlockK);
-            const u32 b = at.tokens + ring.stage * descriptor_step(kTokenTileBytes);
+            if (m == 0) {
+                weights = make_uniform(at.weights + ring.stage * descriptor_step(kWeightTileBytes));
+                tokens = make_uniform(at.tokens + ring.stage * descriptor_step(kTokenTileBytes));
+            }
+            const u32 block = weights + m * descriptor_step(64 * kBlockK);
+            const u32 a = kSplitTokens ? tokens : block, b = kSplitTokens ? block : tokens;
             hold_accumulators(partial[step % 2]);
             wgmma_fence();
             wgmma<false, 0, 0>(partial[step % 2], a, b);
@@ -67,8 +108,8 @@ DEVICE void multiply(const Params& p, Smem& smem, Ring<kNumStages>& ring, const 
                 wgmma_wait<0>();
             }
             hold_accumulators(partial[(step - 1) % 2]);
-            const float4* scales = smem.scales[previous][scale_variant(at.gemm_2, m)] + at.scale_offset;
-            promote<N>(sums[m], partial[(step - 1) % 2], scales);
+            if (m == 0) promotion.begin_k_block(smem.scales[previous], at);
+            promotion.add(sums[m], partial[(step - 1) % 2], m, smem.scales[previous], at);
             if (m == kNumRowBlocks - 1) {
                 sync_warp();
                 if (lane_idx() == 0) arrive(&smem.empty[previous]);  // pairs with role_load and role_gather
@@ -112,6 +153,13 @@ DEVICE void skip_tile(const Params& p, Smem& smem, Ring<kNumStages>& ring, const
     }
 }
 
+// Pairs with role_gather: the wait for kBankBlocks.
+DEVICE void publish_mid(const Params& p, const Head& head, const Task& task, const Share& share) {
+    sync_share(share);
+    const bool leader = share.warp == 0 && lane_idx() == 0 && (kNumShares == 2 || share.group == 0);
+    if (leader) add_release_gpu(counter(p, head, kBankBlocks + task.block), 1);
+}
+
 DEVICE void role_math(const Params& p, Smem& smem, const Head& head) {
     Ring<kNumTaskSlots> slot;
     Ring<kNumStages> ring;
@@ -123,21 +171,21 @@ DEVICE void role_math(const Params& p, Smem& smem, const Head& head) {
             const Share share = find_share(task);
             if (share.num_tokens == 0) {
                 skip_tile(p, smem, ring, task);
-            } else if (share.num_tokens <= 8) {
-                run_tile<8>(p, smem, ring, task, share, slot.stage, amax_parity);
-            } else if (share.num_tokens <= 16) {
-                run_tile<16>(p, smem, ring, task, share, slot.stage, amax_parity);
-            } else if (share.num_tokens <= 32) {
-                run_tile<32>(p, smem, ring, task, share, slot.stage, amax_parity);
-            } else {
+            } else if (kSplitTokens || share.num_tokens > 32) {
                 run_tile<64>(p, smem, ring, task, share, slot.stage, amax_parity);
+            } else if (share.num_tokens > 16) {
+                run_tile<32>(p, smem, ring, task, share, slot.stage, amax_parity);
+            } else if (share.num_tokens > 8) {
+                run_tile<16>(p, smem, ring, task, share, slot.stage, amax_parity);
+            } else {
+                run_tile<8>(p, smem, ring, task, share, slot.stage, amax_parity);
             }
         }
         const Task task = read_task(smem, slot.stage);
         const Share share = find_share(task);
         if (task.phase == kGemm1) {
             amax_parity ^= 1;
-            publish_mid(head.bank, task, share);
+            publish_mid(p, head, task, share);
         } else {
             combine_tokens(p, task, share, smem.task_rows[slot.stage] + share.first_token);
         }

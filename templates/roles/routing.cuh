@@ -11,9 +11,14 @@ constexpr u32 kBankCounts = 96;   // rows of each expert
 constexpr u32 kBankBlocks = kBankCounts + kNumExperts;  // GEMM 1 tiles finished, by block
 
 struct Head {
-    u32* bank;
+    u32 parity;  // of the launch: which bank it counts in
     bool local;  // rows are sorted in shared memory, by every CTA for itself
 };
+
+// Worked out where needed: a pointer held through a role costs registers.
+DEVICE u32* counter(const Params& p, const Head& head, u32 word) {
+    return p.banks + u64(head.parity) * p.bank_words + word;
+}
 
 DEVICE u32 expert_of_pair(const Params& p, u64 pair) {
     // An id outside [0, kNumExperts) marks an unused slot; as unsigned it is never below kNumExperts.
@@ -179,19 +184,20 @@ DEVICE void sort_locally(const Params& p, Smem& smem, u16 (*counts)[kNumExperts]
 // Many pairs: every CTA counts its share, reserves rows with one atomic an expert, and after a grid barrier knows the
 // totals and writes its share of Params::row_pairs. The order of rows inside an expert varies from run to run; no
 // result depends on it.
-DEVICE void sort_together(const Params& p, Smem& smem, u32* bank, u32* counts, u32* next) {
+DEVICE void sort_together(const Params& p, Smem& smem, const Head& head, u32* counts, u32* next) {
+    u32* rows_of_expert = counter(p, head, kBankCounts);
     const u32 num_pairs = p.num_tokens * kTopK;
     const u32 share = ceil_div(num_pairs, num_blocks());
     const u32 begin = min_of(share * block_idx(), num_pairs);
     const u32 end = min_of(begin + share, num_pairs);
     count_pairs(p, counts, begin, end);
     for (u32 e = thread_idx(); e < kNumExperts; e += kNumThreads) {
-        next[e] = counts[e] ? fetch_add_relaxed_gpu(bank + kBankCounts + e, counts[e]) : 0;
+        next[e] = counts[e] ? fetch_add_relaxed_gpu(rows_of_expert + e, counts[e]) : 0;
     }
     sync_block();
-    if (thread_idx() == 0) sync_grid(p, bank + kBankBarrier);
+    if (thread_idx() == 0) sync_grid(p, counter(p, head, kBankBarrier));
     sync_block();
-    for (u32 e = thread_idx(); e < kNumExperts; e += kNumThreads) counts[e] = load_relaxed_gpu(bank + kBankCounts + e);
+    for (u32 e = thread_idx(); e < kNumExperts; e += kNumThreads) counts[e] = load_relaxed_gpu(rows_of_expert + e);
     sync_block();
     if (warp_idx() == 0) prefix_sums(smem, counts);
     sync_block();
@@ -204,10 +210,9 @@ DEVICE void sort_together(const Params& p, Smem& smem, u32* bank, u32* counts, u
 }
 
 DEVICE Head run_head(const Params& p, Smem& smem) {
-    const u32 parity = load_relaxed_gpu(p.header + kHeaderParity) & 1;
-    u32* bank = p.banks + u64(parity) * p.bank_words;
+    const Head head{load_relaxed_gpu(p.header + kHeaderParity) & 1, p.num_tokens * kTopK <= kNumLocalPairs};
     // The other bank served the previous launch, which is over.
-    u32* other = p.banks + u64(parity ^ 1) * p.bank_words;
+    u32* other = p.banks + u64(head.parity ^ 1) * p.bank_words;
     for (u32 i = block_idx() * kNumThreads + thread_idx(); i < p.bank_words; i += num_blocks() * kNumThreads) {
         other[i] = 0;
     }
@@ -221,22 +226,21 @@ DEVICE Head run_head(const Params& p, Smem& smem) {
     };
     static_assert(sizeof(Counts) <= sizeof(Smem::token_tiles), "counts alias the token ring");
     Counts& counts = *reinterpret_cast<Counts*>(smem.token_tiles);
-    const bool local = p.num_tokens * kTopK <= kNumLocalPairs;
-    if (local) {
+    if (head.local) {
         sort_locally(p, smem, counts.of_warp, counts.totals);
     } else {
-        sort_together(p, smem, bank, counts.totals, counts.next);
+        sort_together(p, smem, head, counts.totals, counts.next);
     }
     sync_block();
     // Pairs with wait_for_head. The last CTA to come has seen every CTA read the parity and turns it.
-    if (thread_idx() == 0 && fetch_add_acq_rel_gpu(bank + kBankHead, 1) == num_blocks() - 1) {
-        store_relaxed_gpu(p.header + kHeaderParity, parity ^ 1);
+    if (thread_idx() == 0 && fetch_add_acq_rel_gpu(counter(p, head, kBankHead), 1) == num_blocks() - 1) {
+        store_relaxed_gpu(p.header + kHeaderParity, head.parity ^ 1);
     }
-    return {bank, local};
+    return head;
 }
 
 // Until every CTA has written its share of row_pairs and x_quant. Pairs with run_head.
-DEVICE void wait_for_head(const Params& p, const u32* bank) {
+DEVICE void wait_for_head(const Params& p, const Head& head) {
     const u32 expected = num_blocks();
-    wait_until(p, kWaitHead, 0, expected, [&] { return load_acquire_gpu(bank + kBankHead) == expected; });
+    wait_until(p, kWaitHead, 0, expected, [&] { return load_acquire_gpu(counter(p, head, kBankHead)) == expected; });
 }

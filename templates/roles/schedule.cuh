@@ -44,7 +44,7 @@ DEVICE Task decode_task(const Smem& smem, u32 index) {
 DEVICE void role_schedule(const Params& p, Smem& smem, const Head& head) {
     const u32 lane = lane_idx();
     const u32 num_tasks = smem.block_start[kNumExperts] * (kNumTiles1 + kNumTiles2);
-    if (!head.local) wait_for_head(p, head.bank);
+    if (!head.local) wait_for_head(p, head);
     Ring<kNumTaskSlots> slot;
     for (u32 index = block_idx();;) {
         wait_barrier(p, kWaitTaskEmpty, &smem.task_empty[slot.stage], slot.stage, slot.empty_parity());
@@ -70,7 +70,7 @@ DEVICE void role_schedule(const Params& p, Smem& smem, const Head& head) {
         if (task.phase == kDone) return;
         slot.advance();
         // The first task of a CTA is its index, the others are claimed.
-        if (lane == 0) index = num_blocks() + fetch_add_relaxed_gpu(head.bank + kBankTask, 1);
+        if (lane == 0) index = num_blocks() + fetch_add_relaxed_gpu(counter(p, head, kBankTask), 1);
         index = __shfl_sync(kFullMask, index, 0);
     }
 }

@@ -1,7 +1,9 @@
-// Which part of a task one math warpgroup does. Weights are the 64-row operand of the tensor core, tokens its columns.
+// Which part of a task one math warpgroup does.
 //
-// decode:  the two warpgroups split a tile's 256 weight rows and share its tokens.
-// prefill: each takes all rows for 64 tokens of its own and knows nothing of the other.
+// decode:  weights are the 64-row operand of the tensor cores and up to 64 tokens its columns: padding is to 8 tokens. The
+//          two warpgroups split a tile's 256 weight rows and share its tokens.
+// prefill: tokens are the 64-row operand and weights the columns: a thread scales its sums by two tokens, not sixteen.
+//          Each warpgroup takes all 256 columns for 64 tokens of its own and knows nothing of the other.
 
 constexpr u32 kWarpgroupTokens = 64;  // most columns of one warpgroup
 
@@ -27,12 +29,7 @@ DEVICE Share find_share(const Task& task) {
     }
 }
 
-// Which variant of the scale products row block `m` of this warp takes (gather: publish_k_block).
-DEVICE u32 scale_variant(bool gemm_2, u32 m) {
-    const u32 warp = warp_idx() - kMathWarpBegin;
-    const u32 first_row = kSplitTokens ? 0 : warp / 4 * (kBlockRows / 2);
-    if (gemm_2) return (first_row + m * 64) / 128;
-    if constexpr (kUpBlockRest == 0) return 0;
-    const u32 channel = (first_row + m * 64 + warp % 4 * 16) / 2;
-    return channel >= 128 - kUpBlockRest ? 1 : 0;
-}
+// Groups of warps that finish a tile independently of each other: they publish it together.
+constexpr u32 kNumShares = kSplitTokens ? 2 : 1;
+
+DEVICE void sync_share(const Share& share) { sync_named(share.barrier, share.num_warps * kWarpThreads); }

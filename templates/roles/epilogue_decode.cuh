@@ -1,13 +1,12 @@
-// What becomes of a tile's sums. GEMM 1: SwiGLU, re-quantisation per token and 128 channels, e4m3 rows in Params::mid.
-// GEMM 2: bf16 rows in Params::slices, one per routed pair. Both transpose through a buffer of the warp's own: sums hold
-// channels by rows and tokens by columns, memory wants tokens by rows.
+// Decode: what becomes of a tile's sums, which hold channels by rows and tokens by columns. GEMM 1: SwiGLU, then
+// re-quantisation per token and 128 channels, e4m3 rows in Params::mid. GEMM 2: bf16 rows in Params::slices, one per
+// routed pair. Memory wants tokens by rows: both transpose through a buffer of the warp's own.
 
 // Largest magnitude of each token over the tile's 128 channels: lanes of a warp by shuffles, warps through shared memory.
 // The barrier also separates this tile's reads from the next but one's writes: the buffers alternate.
 template <u32 N>
 DEVICE void reduce_amax(Smem& smem, const Share& share, u32 parity, float (&amax)[N / 4]) {
     const u32 lane = lane_idx();
-    const u32 first_warp = kSplitTokens ? share.group * 4 : 0;
     const u32 warp = share.group * 4 + share.warp;
 #pragma unroll
     for (u32 i = 0; i < N / 4; ++i) {
@@ -21,10 +20,10 @@ DEVICE void reduce_amax(Smem& smem, const Share& share, u32 parity, float (&amax
                 make_float2(amax[2 * j], amax[2 * j + 1]);
         }
     }
-    sync_named(share.barrier, share.num_warps * kWarpThreads);
+    sync_share(share);
 #pragma unroll
     for (u32 j = 0; j < N / 8; ++j) {
-        for (u32 w = first_warp; w < first_warp + share.num_warps; ++w) {
+        for (u32 w = 0; w < kNumMathWarps; ++w) {
             const float2 other = *reinterpret_cast<const float2*>(&smem.amax[parity][w][j * 8 + lane % 4 * 2]);
             amax[2 * j] = fmaxf(amax[2 * j], other.x);
             amax[2 * j + 1] = fmaxf(amax[2 * j + 1], other.y);
@@ -36,7 +35,7 @@ DEVICE void reduce_amax(Smem& smem, const Share& share, u32 parity, float (&amax
 template <u32 N>
 DEVICE void store_mid_scales(const Params& p, const Task& task, const Share& share, const u32* pairs,
                              const float (&amax)[N / 4]) {
-    if (!kSplitTokens && share.group != 0) return;
+    if (share.group != 0) return;
     const u32 lane = lane_idx();
 #pragma unroll
     for (u32 j = 0; j < N / 8; ++j) {
@@ -45,7 +44,7 @@ DEVICE void store_mid_scales(const Params& p, const Task& task, const Share& sha
         for (u32 i = 0; i < 2; ++i) {
             const u32 token = j * 8 + lane * 2 + i;
             if (token >= share.num_tokens) continue;
-            const u64 row = task.row_start + share.first_token + token;
+            const u64 row = task.row_start + token;
             p.mid_scale[row * kMidScaleStride + task.tile] =
                 quant_scale(amax[2 * j + i]) * router_weight(p, pairs[token]);
         }
@@ -78,7 +77,7 @@ DEVICE void store_mid(const Params& p, Smem& smem, const Task& task, const Share
     // A 16-bit element is two tokens of a channel. Matrix j has the channels of this warp by rows, and by columns four
     // token pairs of two row blocks, alternating; its transpose has 8 channels of a token pair in each 16-byte row.
     u8* buffer = smem.transpose[share.group * 4 + share.warp];
-    u8* mid = p.mid + u64(task.row_start + share.first_token) * kMidStride + task.tile * 128;
+    u8* mid = p.mid + u64(task.row_start) * kMidStride + task.tile * 128;
 #pragma unroll
     for (u32 m = 0; m < kNumRowBlocks; m += 2) {
         u32 elements[N / 8];
@@ -111,13 +110,6 @@ DEVICE void store_mid(const Params& p, Smem& smem, const Task& task, const Share
         }
         sync_warp();
     }
-}
-
-// Pairs with role_gather: the wait for kBankBlocks. Every GEMM 1 tile adds one for each group of warps that shares tokens.
-DEVICE void publish_mid(u32* bank, const Task& task, const Share& share) {
-    sync_named(share.barrier, share.num_warps * kWarpThreads);
-    const bool leader = share.warp == 0 && lane_idx() == 0 && (kSplitTokens || share.group == 0);
-    if (leader) add_release_gpu(bank + kBankBlocks + task.block, 1);
 }
 
 template <u32 N>

@@ -1,0 +1,114 @@
+"""The fused layer on NumPy arrays, emulated."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jitmoe.emulate.compile import executable
+from jitmoe.emulate.run import Array, TensorMap, launch
+from jitmoe.plan.plan import MegaMoePlan
+from jitmoe.reference import Layer
+
+_TIMEOUT_US = 30_000_000
+
+
+class EmulatedLayer:
+    """A layer, its kernel and its workspace: what outlives a launch.
+
+    plan        a MegaMoePlan of the layer's sizes
+    layer       quantised weights, as `reference.random_layer` makes them
+    max_tokens  room in the workspace
+    num_blocks  blocks of the cooperative grid
+    """
+
+    def __init__(self, plan: MegaMoePlan, layer: Layer, max_tokens: int, num_blocks: int = 4):
+        self.plan, self.max_tokens, self.num_blocks = plan, max_tokens, num_blocks
+        self.layer = Layer(*(np.ascontiguousarray(part) for part in layer))
+        self.executable = executable(plan)
+        self.report = ""
+        self.status = np.zeros(16, np.uint32)
+        control = plan.control(max_tokens)
+        self._control = {r.name: np.zeros(r.num_bytes, np.uint8) for r in control.regions}
+
+    def __call__(
+        self, x, topk_ids, topk_weights, *, seed: int = 0, expire: bool = False, timeout_s: float = 600.0
+    ) -> np.ndarray:
+        """One launch: y as bf16 bits [num_tokens, hidden]. Scratch memory and y hold 0xFF before it.
+
+        x             [num_tokens, hidden] bf16 bits (uint16), or (e4m3 codes uint8, scales f32)
+        topk_ids      [num_tokens, top_k] int32 or int64
+        topk_weights  [num_tokens, top_k] float32 or bf16 bits
+
+        Raises EmulationError; `report` has the report of the last launch that came to its end.
+        """
+        plan, (w13, w13_scale, w2, w2_scale) = self.plan, self.layer
+        x, x_scale = x if isinstance(x, tuple) else (x, None)
+        num_tokens = x.shape[0]
+        assert num_tokens <= self.max_tokens and x.shape[1] == plan.hidden
+        y = np.full((num_tokens, plan.hidden), 0xFFFF, np.uint16)
+        arrays = {
+            "x": Array(_span(x)),
+            "topk_ids": Array(topk_ids),
+            "topk_weights": Array(topk_weights),
+            "w13": Array(w13),
+            "w2": Array(w2),
+            "w13_scale": Array(w13_scale),
+            "w2_scale": Array(w2_scale),
+            "y": Array(y, writable=True),
+            "status": Array(self.status, writable=True),
+        }
+        if x_scale is not None:
+            arrays["x_scale"] = Array(_span(x_scale))
+        for region in plan.scratch(self.max_tokens).regions:
+            arrays[region.name] = Array(np.full(region.num_bytes, 0xFF, np.uint8), writable=True)
+        for name, data in self._control.items():
+            arrays[name] = Array(data, writable=True)
+        half, hidden, experts = plan.intermediate, plan.hidden, plan.num_experts
+        maps = {
+            "w13_map": TensorMap(
+                "w13",
+                (hidden, 8, 2, half // 8, experts),
+                (hidden, half * hidden, 8 * hidden, 2 * half * hidden),
+                (plan.block_k, 8, 2, plan.block_rows // 16, 1),
+            ),
+            "w2_map": TensorMap(
+                "w2", (half, hidden, experts), (half, hidden * half), (plan.block_k, plan.block_rows, 1)
+            ),
+        }
+        scalars = {
+            "x_stride": x.strides[0] if num_tokens else 0,
+            "x_scale_token_stride": 0 if x_scale is None else x_scale.strides[0] // 4,
+            "x_scale_group_stride": 0 if x_scale is None else x_scale.strides[1] // 4,
+            "w13_scale_expert_stride": w13_scale[0].size,
+            "w2_scale_expert_stride": w2_scale[0].size,
+            "w13_scale_row_stride": w13_scale.shape[2],
+            "w2_scale_row_stride": w2_scale.shape[2],
+            "y_stride": hidden,
+            "num_tokens": num_tokens,
+            "bank_words": plan.bank_words(self.max_tokens),
+            "x_is_bf16": x_scale is None,
+            "ids_are_i64": topk_ids.dtype == np.int64,
+            "weights_are_bf16": topk_weights.dtype == np.uint16,
+            "timeout_us": _TIMEOUT_US,
+        }
+        self.report = launch(
+            self.executable,
+            plan,
+            arrays,
+            scalars,
+            maps,
+            num_blocks=self.num_blocks,
+            seed=seed,
+            expire=expire,
+            timeout_s=timeout_s,
+        )
+        return y
+
+
+def _span(array: np.ndarray) -> np.ndarray:
+    """The memory from the first to the last element of a strided array, as bytes."""
+    if array.size == 0:
+        return np.zeros(0, np.uint8)
+    num_bytes = array.itemsize + sum((n - 1) * s for n, s in zip(array.shape, array.strides, strict=True))
+    first = array.reshape(-1)[:1] if array.flags.c_contiguous else array[(slice(0, 1),) * array.ndim]
+    return np.lib.stride_tricks.as_strided(first.view(np.uint8), (num_bytes,), (1,))

@@ -1,0 +1,62 @@
+// What templates/emulated/ asks of the machine it runs on: the emulator's whole interface to kernel text. The compiler
+// puts it before the text (-include), so that the text itself includes nothing.
+#pragma once
+
+namespace emu {
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+
+// The running CUDA thread; the scheduler keeps it.
+struct Place {
+    u32 thread, block, num_blocks;
+};
+extern Place here;
+
+[[noreturn]] void exit_thread();
+u64 clock_ns();  // scheduler steps, a few nanoseconds each
+
+// Memory. Addresses of shared memory are offsets in the window of the running thread's block, as on the device.
+enum Order : u32 { kRelaxed, kAcquire, kRelease, kAcqRel };
+enum Scope : u32 { kCta, kGpu, kSys };
+void* dynamic_shared_memory();
+u32 shared_address(const void* pointer);
+u32 load(const u32* address, Order order, Scope scope);
+void store(u32* address, u32 value, Order order, Scope scope);
+u32 fetch_add(u32* address, u32 value, Order order, Scope scope);
+u32 compare_and_swap(u32* address, u32 expected, u32 desired, Order order, Scope scope);
+void fence_async_shared();
+void copy_async(void* shared, const void* global, u32 num_bytes);
+void commit_copies();
+void wait_copies(u32 num_newest);
+
+// mbarriers.
+void init_barrier(u64* barrier, u32 arrivals);
+void fence_barrier_init();
+void arrive(u64* barrier, u32 expect_bytes);
+bool try_wait(u64* barrier, u32 parity);
+
+// Tensor copies: `map` is a TensorMap as jitmoe/emulate/tensor_map.py encodes it.
+void load_tile(void* tile, const void* map, u64* full, u32 rank, const int* coords);
+
+// Warps, blocks, registers.
+enum Shuffle : u32 { kIndex, kUp, kXor };
+u32 shuffle(Shuffle kind, u32 mask, u32 value, u32 argument, u32 line);
+u32 ballot(u32 mask, bool predicate, u32 line);
+u32 match_any(u32 mask, u32 value, u32 line);
+void sync_warp(u32 mask);
+void sync_block();
+void sync_named(u32 id, u32 num_threads);
+void set_registers(u32 launch_regs, u32 regs);
+void store_matrices(void* row, const u32* matrices, u32 count, bool transposed);
+
+// Warpgroup matrix multiply, m64nNk32 e4m3: d has N / 2 registers of the running thread.
+void wgmma_fence();
+void wgmma(float* d, u32 n, bool accumulate, u64 a, u64 b);
+void wgmma_commit();
+void wgmma_wait(u32 num_newest);
+
+}  // namespace emu

@@ -1,0 +1,126 @@
+// One launch: the job comes as words on standard input, arrays lie in a file that Python made; the report goes to
+// standard output. Exit codes: 0 done, 2 bad job, 3 stall, 4 the kernel broke a rule, 5 waits gave up after a stall.
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <iostream>
+
+#include "machine.h"
+
+// Behind the kernel text: see jitmoe/emulate/compile.py.
+extern "C" void emu_kernel(const void* params);
+extern "C" const emu::u32 emu_params_bytes;
+
+namespace emu {
+
+static const u64 kPage = 4096;
+
+static u8* map_region(int file, u64 offset, u64 num_bytes, bool writable) {
+    u8* space = static_cast<u8*>(mmap(nullptr, num_bytes + 2 * kPage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    const int protection = writable ? PROT_READ | PROT_WRITE : PROT_READ;
+    const int flags = MAP_FIXED | (file < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED);
+    void* at = mmap(space + kPage, num_bytes, protection, flags, file, i64(offset));
+    if (space == MAP_FAILED || at == MAP_FAILED) {
+        std::perror("mmap");
+        std::exit(2);
+    }
+    return space + kPage;
+}
+
+// Random bytes, so that what nobody initialised has many values; a launch finds what others left.
+static void make_block(Block& block) {
+    const u64 num_bytes = (machine.shared_bytes + kPage - 1) / kPage * kPage;
+    block.shared = map_region(-1, 0, num_bytes, true) + (num_bytes - machine.shared_bytes);
+    for (u32 i = 0; i + 8 <= machine.shared_bytes; i += 8) {
+        const u64 garbage = machine.random.next();
+        std::memcpy(block.shared + i, &garbage, 8);
+    }
+    block.warps.resize(machine.num_threads / kWarpLanes);
+    block.warpgroups.resize((block.warps.size() + 3) / 4);
+    block.num_live = machine.num_threads;
+}
+
+static void on_fault(int, siginfo_t* info, void*) {
+    const u8* at = static_cast<const u8*>(info->si_addr);
+    for (const Region& region : machine.regions) {
+        if (at < region.begin - kPage || at >= region.begin + region.num_bytes + kPage) continue;
+        fail("access at byte %lld of %s, which has %llu%s", i64(at - region.begin), region.name.c_str(), region.num_bytes,
+             region.writable ? "" : " and is an input");
+    }
+    for (u32 b = 0; b < machine.num_blocks; ++b) {
+        const i64 offset = at - machine.blocks[b].shared;
+        if (offset < -i64(kPage) || offset >= i64(machine.shared_bytes + kPage)) continue;
+        fail("access at byte %lld of the shared memory of block %u, which has %u", offset, b, machine.shared_bytes);
+    }
+    fail("access at %p, which is no memory of this launch", info->si_addr);
+}
+
+static int run() {
+    int file = -1;
+    alignas(64) static u8 params[4096];
+    std::string word;
+    while (std::cin >> word) {
+        if (word == "grid") {
+            std::cin >> machine.num_blocks >> machine.num_threads >> machine.shared_bytes;
+        } else if (word == "seed") {
+            std::cin >> machine.seed >> machine.expire;
+        } else if (word == "file") {
+            std::cin >> word;
+            file = open(word.c_str(), O_RDWR);
+        } else if (word == "region") {  // name, offset in the file, bytes mapped, bytes before the array, bytes of it
+            Region region;
+            u64 offset, mapped, lead;
+            std::cin >> region.name >> offset >> mapped >> lead >> region.num_bytes >> region.writable;
+            region.begin = map_region(file, offset, mapped, region.writable) + lead;
+            machine.regions.push_back(region);
+        } else if (word == "params") {
+            std::string hex;
+            std::cin >> hex;
+            if (hex.size() != 2 * emu_params_bytes || hex.size() > 2 * sizeof params) return 2;
+            for (u32 i = 0; i < emu_params_bytes; ++i) params[i] = u8(std::stoi(hex.substr(2 * i, 2), nullptr, 16));
+        } else if (word == "pointer") {  // at this offset of the parameters, into this region
+            u32 offset, region;
+            std::cin >> offset >> region;
+            u64 address;
+            std::memcpy(&address, params + offset, 8);
+            address += reinterpret_cast<u64>(machine.regions.at(region).begin);
+            std::memcpy(params + offset, &address, 8);
+        } else if (word == "shared") {
+            SharedRegion region;
+            std::cin >> region.name >> region.offset >> region.num_bytes >> region.count;
+            machine.shared_regions.push_back(region);
+        } else if (word == "role") {
+            RoleRange role;
+            std::cin >> role.name >> role.begin >> role.end;
+            machine.roles.push_back(role);
+        } else {
+            std::cerr << "unknown word in the job: " << word << "\n";
+            return 2;
+        }
+    }
+    static u8 signal_stack[64 << 10];
+    stack_t stack{};
+    stack.ss_sp = signal_stack;
+    stack.ss_size = sizeof signal_stack;
+    sigaltstack(&stack, nullptr);
+    struct sigaction action{};
+    action.sa_sigaction = on_fault;
+    action.sa_flags = SA_SIGINFO | SA_ONSTACK;
+    sigaction(SIGSEGV, &action, nullptr);
+    sigaction(SIGBUS, &action, nullptr);
+
+    machine.random.state = machine.seed ^ 0x5eed;
+    machine.blocks.resize(machine.num_blocks);
+    for (Block& block : machine.blocks) make_block(block);
+    start(emu_kernel, params);
+    const Counters& c = machine.counters;
+    std::printf("done: %llu steps, %llu switches, %llu accumulator tiles, %llu tile bytes\n", machine.step, c.switches,
+                c.wgmmas, c.tile_bytes);
+    return machine.expired ? 5 : 0;
+}
+
+}  // namespace emu
+
+int main() { return emu::run(); }

@@ -1,0 +1,161 @@
+// mbarriers, and the tensor copies that complete on them.
+#include "machine.h"
+
+namespace emu {
+
+constexpr u32 kMaxArrivals = (1 << 20) - 1;
+constexpr i64 kMaxTxBytes = (1 << 20) - 1;
+constexpr u64 kMark = 0x6d62617272696572ull;  // what the 8 bytes in shared memory hold: other writes show
+
+static Mbarrier& find(u32 block, u32 address, const char* what) {
+    auto& barriers = machine.blocks[block].mbarriers;
+    const auto found = barriers.find(address);
+    if (found == barriers.end()) fail("%s on %s: not an initialised mbarrier", what, shared_name(address).c_str());
+    const u8* bytes = machine.blocks[block].shared + (address - kSharedBase);
+    if (*reinterpret_cast<const u64*>(bytes) != kMark) {
+        fail("%s on %s: something wrote over the mbarrier", what, shared_name(address).c_str());
+    }
+    return found->second;
+}
+
+void init_barrier(u64* barrier, u32 arrivals) {
+    maybe_switch();
+    check_shared(barrier, 8, 8, "mbarrier.init");
+    if (arrivals < 1 || arrivals > kMaxArrivals) fail("mbarrier.init with %u arrivals", arrivals);
+    const u32 address = shared_address(barrier);
+    machine.block().mbarriers.erase(address);
+    machine.block().mbarriers.emplace(address, Mbarrier{arrivals, arrivals, 0, 0, {}});
+    *barrier = kMark;
+}
+
+void fence_barrier_init() { maybe_switch(); }
+
+// "The current phase completes when pending arrivals and tx-count are both zero; the barrier then enters the next phase
+// with the expected arrivals pending."
+static void complete_if_due(Mbarrier& barrier) {
+    if (barrier.pending != 0 || barrier.tx_bytes != 0) return;
+    barrier.phase += 1;
+    barrier.pending = barrier.expected;
+    machine.progress += 1;
+    const std::vector<Fiber*> waiters = std::move(barrier.waiters);
+    barrier.waiters.clear();
+    for (Fiber* fiber : waiters) wake(fiber);
+}
+
+void arrive(u64* barrier, u32 expect_bytes) {
+    maybe_switch();
+    const u32 address = shared_address(barrier);
+    Mbarrier& b = find(machine.current->block, address, "mbarrier.arrive");
+    // "expect_tx increases the tx-count by its operand, before the arrive."
+    b.tx_bytes += expect_bytes;
+    if (b.tx_bytes > kMaxTxBytes) fail("%s expects more than %lld bytes", shared_name(address).c_str(), kMaxTxBytes);
+    if (b.pending == 0) fail("more than %u arrivals in a phase of %s", b.expected, shared_name(address).c_str());
+    b.pending -= 1;
+    machine.progress += 1;
+    complete_if_due(b);
+}
+
+void complete_bytes(u32 block, u32 address, u32 num_bytes) {
+    Mbarrier& b = find(block, address, "complete_tx");
+    b.tx_bytes -= num_bytes;
+    if (b.tx_bytes < -kMaxTxBytes) fail("%s was sent bytes that nobody expects", shared_name(address).c_str());
+    machine.progress += 1;
+    complete_if_due(b);
+}
+
+// "try_wait.parity waits for the completion of the phase with that parity: the current phase, or the one immediately
+// before it. It may suspend the thread, and may return false after a time." A suspended thread wakes when the phase
+// completes; some waits return false for no reason.
+bool try_wait(u64* barrier, u32 parity) {
+    maybe_switch();
+    Mbarrier& b = find(machine.current->block, shared_address(barrier), "mbarrier.try_wait");
+    if (parity > 1) fail("mbarrier.try_wait for parity %u", parity);
+    if ((b.phase & 1) != parity) return true;
+    if (machine.expired || machine.random.one_in(8)) return false;
+    b.waiters.push_back(machine.current);
+    block_on({Waiting::kMbarrier, barrier, parity, 0, ""});
+    return (b.phase & 1) != parity;
+}
+
+std::string describe_mbarrier(u32 block, const void* barrier, u32 parity) {
+    const u8* shared = machine.blocks[block].shared;
+    const u32 address = kSharedBase + u32(static_cast<const u8*>(barrier) - shared);
+    const Mbarrier& b = machine.blocks[block].mbarriers.at(address);
+    char text[200];
+    std::snprintf(text, sizeof text, "mbarrier %s, parity %u: phase %u lacks %u of %u arrivals and %lld bytes",
+                  shared_name(address).c_str(), parity, b.phase, b.pending, b.expected, b.tx_bytes);
+    return text;
+}
+
+// The emulator's tensor map (jitmoe/emulate/run.py encodes it): dimensions and box innermost first.
+struct EmulatedMap {
+    const u8* data;
+    u32 magic, rank;
+    u64 dims[5];
+    u64 strides[4];  // bytes, of all dimensions but the innermost
+    u32 box[5];
+};
+static_assert(sizeof(EmulatedMap) <= 128, "a tensor map has 128 bytes");
+constexpr u32 kMapMagic = 0x50414d54;
+
+struct TileCopy {
+    EmulatedMap map;
+    int coords[5];
+    u32 block, tile, barrier;
+};
+
+// Rows `begin` .. `end` of the box. "128-byte swizzle: bits 4..6 of the shared address are XORed with bits 7..9."
+// "Elements out of bounds are zero, and count."
+static void copy_rows(const TileCopy& copy, u32 begin, u32 end) {
+    const EmulatedMap& map = copy.map;
+    u8* shared = machine.blocks[copy.block].shared;
+    if (machine.blocks[copy.block].num_live == 0) fail("a tensor copy lands in block %u, which is over", copy.block);
+    for (u32 row = begin; row < end; ++row) {
+        const u8* source = map.data;
+        bool inside = true;
+        for (u32 d = 1, rest = row; d < map.rank; rest /= map.box[d], ++d) {
+            const i64 at = i64(copy.coords[d]) + rest % map.box[d];
+            inside = inside && at >= 0 && u64(at) < map.dims[d];
+            source += at * i64(map.strides[d - 1]);
+        }
+        for (u32 column = 0; column < map.box[0]; column += 16) {
+            const i64 at = i64(copy.coords[0]) + column;
+            const i64 left = inside && at >= 0 ? i64(map.dims[0]) - at : 0;
+            const u32 num = left < 0 ? 0 : left < 16 ? u32(left) : 16;
+            const u32 linear = copy.tile + row * map.box[0] + column;
+            u8* chunk = shared + ((linear ^ ((linear >> 7 & 7) << 4)) - kSharedBase);
+            std::memcpy(chunk, source + at, num);
+            std::memset(chunk + num, 0, 16 - num);
+        }
+    }
+    complete_bytes(copy.block, copy.barrier, (end - begin) * map.box[0]);
+}
+
+void load_tile(void* tile, const void* map, u64* full, u32 rank, const int* coords) {
+    maybe_switch();
+    TileCopy copy{};
+    std::memcpy(&copy.map, map, sizeof copy.map);
+    if (copy.map.magic != kMapMagic) fail("the tensor map is damaged");
+    if (copy.map.rank != rank) fail("a copy of rank %u through a tensor map of rank %u", rank, copy.map.rank);
+    if (copy.map.box[0] != 128) fail("the 128-byte swizzle wants boxes of 128 bytes, got %u", copy.map.box[0]);
+    u32 rows = 1;
+    for (u32 d = 1; d < rank; ++d) rows *= copy.map.box[d];
+    std::memcpy(copy.coords, coords, rank * sizeof(int));
+    if (coords[0] % 16 != 0) fail("a tensor copy at byte %d of a row: not a multiple of 16", coords[0]);
+    check_shared(tile, rows * 128, 128, "tensor copy");
+    check_shared(full, 8, 8, "the mbarrier of a tensor copy");
+    copy.block = machine.current->block;
+    copy.tile = shared_address(tile);
+    copy.barrier = shared_address(full);
+    find(copy.block, copy.barrier, "tensor copy");
+    machine.counters.tile_bytes += rows * 128;
+    std::memset(tile, 0xff, rows * 128);  // poison until the bytes land
+
+    // It lands in one or several parts, in any order.
+    const u32 parts = rows % 4 == 0 ? 1u << machine.random.below(3) : 1;
+    for (u32 part = 0; part < parts; ++part) {
+        later(machine.max_delay, [=] { copy_rows(copy, rows / parts * part, rows / parts * (part + 1)); });
+    }
+}
+
+}  // namespace emu

@@ -1,0 +1,201 @@
+// Shared memory windows, loads, stores and atomics with their waiting, and cp.async.
+#include "machine.h"
+
+namespace emu {
+
+static const SharedRegion* find_shared_region(u32 offset) {
+    for (const SharedRegion& region : machine.shared_regions) {
+        if (offset >= region.offset && offset < region.offset + region.num_bytes) return &region;
+    }
+    return nullptr;
+}
+
+// "full[2]" for an address in shared memory.
+std::string shared_name(u32 address) {
+    const u32 offset = address - kSharedBase;
+    const SharedRegion* region = find_shared_region(offset);
+    if (region == nullptr) return "shared memory + " + std::to_string(offset);
+    const u32 bytes = region->num_bytes / region->count, rest = (offset - region->offset) % bytes;
+    std::string name = region->name + "[" + std::to_string((offset - region->offset) / bytes) + "]";
+    return rest ? name + " + " + std::to_string(rest) : name;
+}
+
+static const Region* find_region(const void* pointer) {
+    for (const Region& region : machine.regions) {
+        if (pointer >= region.begin && pointer < region.begin + region.num_bytes) return &region;
+    }
+    return nullptr;
+}
+
+static bool is_shared(const void* pointer, u32 block) {
+    const u8* shared = machine.blocks[block].shared;
+    return pointer >= shared && pointer < shared + machine.shared_bytes;
+}
+
+std::string address_name(const void* pointer) {
+    if (machine.current && is_shared(pointer, machine.current->block)) {
+        const u8* shared = machine.blocks[machine.current->block].shared;
+        return shared_name(kSharedBase + u32(static_cast<const u8*>(pointer) - shared));
+    }
+    char text[200];
+    if (const Region* region = find_region(pointer)) {
+        const u64 offset = static_cast<const u8*>(pointer) - region->begin;
+        std::snprintf(text, sizeof text, "%s + %llu bytes", region->name.c_str(), offset);
+    } else {
+        std::snprintf(text, sizeof text, "address %p", pointer);
+    }
+    return text;
+}
+
+void* dynamic_shared_memory() { return machine.block().shared; }
+
+u32 shared_address(const void* pointer) {
+    const i64 offset = static_cast<const u8*>(pointer) - machine.block().shared;
+    return u32(offset) + kSharedBase;  // bounds are checked where the address is used
+}
+
+void check_shared(const void* pointer, u32 num_bytes, u32 alignment, const char* what) {
+    const u8* begin = machine.block().shared;
+    const u8* at = static_cast<const u8*>(pointer);
+    if (at < begin || at + num_bytes > begin + machine.shared_bytes) {
+        fail("%s of %u bytes at %s: not in the block's shared memory", what, num_bytes, address_name(pointer).c_str());
+    }
+    if (u64(at) % alignment != 0) {
+        fail("%s at %s: not a multiple of %u", what, address_name(pointer).c_str(), alignment);
+    }
+}
+
+void check_global(const void* pointer, u32 num_bytes, u32 alignment, bool write, const char* what) {
+    const Region* region = find_region(pointer);
+    if (region == nullptr || static_cast<const u8*>(pointer) + num_bytes > region->begin + region->num_bytes) {
+        fail("%s of %u bytes at %s: out of bounds", what, num_bytes, address_name(pointer).c_str());
+    }
+    if (write && !region->writable) fail("%s to the input %s", what, region->name.c_str());
+    if (u64(pointer) % alignment != 0) {
+        fail("%s at %s: not a multiple of %u", what, address_name(pointer).c_str(), alignment);
+    }
+}
+
+// Threads that poll a flag sleep until it is written: a poll that sees what the thread's last operation saw already
+// tells it nothing. A poll of try_wait sleeps by itself (mbarrier.cpp).
+
+static std::unordered_map<const void*, std::vector<Fiber*>> pollers;
+
+bool any_pollers() {
+    for (const Fiber& fiber : machine.fibers) {
+        const auto kind = fiber.waiting.kind;
+        if (fiber.state == Fiber::kBlocked && (kind == Waiting::kFlag || kind == Waiting::kMbarrier)) return true;
+    }
+    return false;
+}
+
+void wake_pollers(bool all, const void* address) {
+    if (all) {
+        pollers.clear();
+        for (Fiber& fiber : machine.fibers) {
+            const auto kind = fiber.waiting.kind;
+            if (kind == Waiting::kFlag || kind == Waiting::kMbarrier) wake(&fiber);
+        }
+        return;
+    }
+    machine.progress += 1;
+    const auto found = pollers.find(address);
+    if (found == pollers.end()) return;
+    const std::vector<Fiber*> sleeping = std::move(found->second);
+    pollers.erase(found);
+    for (Fiber* fiber : sleeping) wake(fiber);
+}
+
+static void check_word(const u32* address, bool write) {
+    if (is_shared(address, machine.current->block)) {
+        check_shared(address, 4, 4, write ? "atomic" : "load");
+    } else {
+        check_global(address, 4, 4, write, write ? "store or atomic" : "load");
+    }
+}
+
+u32 load(const u32* address, Order, Scope) {
+    Fiber* self = machine.current;
+    check_word(address, false);
+    const bool again = self->polled == address;
+    maybe_switch();
+    if (again && *address == self->polled_value && !machine.expired) {
+        pollers[address].push_back(self);
+        block_on({Waiting::kFlag, address, self->polled_value, 0, ""});
+    }
+    self->polled = address;
+    return self->polled_value = *address;
+}
+
+void store(u32* address, u32 value, Order, Scope) {
+    maybe_switch();
+    check_word(address, true);
+    *address = value;
+    wake_pollers(false, address);
+}
+
+u32 fetch_add(u32* address, u32 value, Order, Scope) {
+    maybe_switch();
+    check_word(address, true);
+    const u32 old = *address;
+    *address = old + value;
+    wake_pollers(false, address);
+    return old;
+}
+
+u32 compare_and_swap(u32* address, u32 expected, u32 desired, Order, Scope) {
+    maybe_switch();
+    check_word(address, true);
+    const u32 old = *address;
+    if (old == expected) *address = desired;
+    wake_pollers(false, address);
+    return old;
+}
+
+void fence_async_shared() { maybe_switch(); }
+
+// cp.async: "the operation is performed asynchronously; writes are made visible to the executing thread after
+// wait_group". Each copy lands at once or, as late as may be, at the wait; until then its bytes are poison.
+
+static void land(AsyncCopy& copy) {
+    if (!copy.landed) std::memcpy(copy.shared, copy.global, copy.num_bytes);
+    copy.landed = true;
+}
+
+void land_copies(Fiber& fiber, u32 num_left) {
+    while (fiber.copies.size() > num_left) {
+        land(fiber.copies.front());
+        fiber.copies.erase(fiber.copies.begin());
+    }
+}
+
+void copy_async(void* shared, const void* global, u32 num_bytes) {
+    maybe_switch();
+    check_shared(shared, num_bytes, num_bytes, "cp.async");
+    check_global(global, num_bytes, num_bytes, false, "cp.async");
+    Fiber* self = machine.current;
+    AsyncCopy copy{shared, global, num_bytes, false};
+    std::memset(shared, 0xff, num_bytes);
+    if (machine.random.below(100) >= machine.late_percent) land(copy);
+    self->copies.push_back(copy);
+    self->open_copies += 1;
+}
+
+void commit_copies() {
+    maybe_switch();
+    Fiber* self = machine.current;
+    self->copy_groups.push_back(self->open_copies);
+    self->open_copies = 0;
+}
+
+// "wait_group N: wait until N or fewer of the most recent groups are pending and all prior groups are complete."
+void wait_copies(u32 num_newest) {
+    maybe_switch();
+    Fiber* self = machine.current;
+    u32 num_left = self->open_copies;
+    while (self->copy_groups.size() > num_newest) self->copy_groups.pop_front();
+    for (u32 num : self->copy_groups) num_left += num;
+    land_copies(*self, num_left);
+}
+
+}  // namespace emu

@@ -1,0 +1,218 @@
+// Warpgroup matrix multiply-accumulate, asynchronous: it may read its operands and write its registers at any time
+// between the commit and the wait.
+#include "machine.h"
+
+namespace emu {
+
+constexpr u32 kRows = 16, kMaxN = 256, kDepth = 32;  // rows of a warp; k of an instruction
+
+// The accumulators of a warp, out of the threads' registers while multiplies on them are in flight.
+struct Accumulators {
+    float c[kRows][kMaxN];
+};
+
+struct Operation {
+    bool is_commit = false;
+    u32 n = 0;
+    bool accumulate = false;
+    u64 a = 0, b = 0;
+    u32 num_lanes = 0;  // that have issued it
+    float* d[kWarpLanes] = {};
+    bool is_chained = false;  // continues on accumulators in flight
+    std::shared_ptr<Accumulators> accumulators;
+};
+
+// What a warp has issued and not yet waited for.
+struct WgmmaStream {
+    u32 block, warp;
+    std::deque<Operation> operations;
+    u32 first = 0;     // position of operations.front()
+    u32 executed = 0;  // position before which all are done
+};
+
+bool wgmma_in_flight(const Warp& warp) { return warp.wgmma && !warp.wgmma->operations.empty(); }
+
+static WgmmaStream& stream() {
+    Warp& warp = machine.warp();
+    if (!warp.wgmma) {
+        warp.wgmma = std::make_shared<WgmmaStream>();
+        warp.wgmma->block = machine.current->block;
+        warp.wgmma->warp = machine.current->warp();
+    }
+    return *warp.wgmma;
+}
+
+// "Thread t of a warp holds rows t / 4 (+ 8) and columns 8 j + 2 (t % 4) (+ 1)": registers 4 j .. 4 j + 3 are
+// (r, c), (r, c + 1), (r + 8, c), (r + 8, c + 1).
+static float& element(Accumulators& accumulators, u32 lane, u32 i) {
+    return accumulators.c[lane / 4 + i / 2 % 2 * 8][i / 4 * 8 + lane % 4 * 2 + i % 2];
+}
+
+static float decode_e4m3(u8 code) {
+    const u32 exponent = code >> 3 & 15, mantissa = code & 7;
+    float value = exponent ? __builtin_ldexpf(8 + mantissa, int(exponent) - 10) : __builtin_ldexpf(mantissa, -9);
+    if ((code & 0x7f) == 0x7f) value = __builtin_nanf("");
+    return code & 0x80 ? -value : value;
+}
+
+// 32 bytes of row `row` of a K-major tile with the 128-byte swizzle. Descriptor: address / 16 in bits 0..13, bytes / 16
+// between groups of 8 rows in bits 32..45, base offset in 49..51, swizzle mode in 62..63 (1: 128 bytes).
+static const u8* operand_chunk(const Block& block, u64 descriptor, u32 row, u32 half) {
+    const u32 start = u32(descriptor & 0x3fff) << 4, stride = u32(descriptor >> 32 & 0x3fff) << 4;
+    const u32 linear = start + row / 8 * stride + row % 8 * 128 + half * 16;
+    return block.shared + ((linear ^ ((linear >> 7 & 7) << 4)) - kSharedBase);
+}
+
+static void check_descriptor(u64 descriptor, u32 rows, const char* name) {
+    const u32 start = u32(descriptor & 0x3fff) << 4, stride = u32(descriptor >> 32 & 0x3fff) << 4;
+    if (descriptor >> 62 != 1) fail("wgmma: operand %s must have the 128-byte swizzle", name);
+    if ((descriptor >> 49 & 7) != 0 || start % 1024 >= 128) fail("wgmma: operand %s starts inside a swizzle pattern", name);
+    if (start < kSharedBase || start + (rows / 8 - 1) * stride + 1024 - start % 1024 > kSharedBase + machine.shared_bytes) {
+        fail("wgmma: operand %s (%s, %u rows) leaves shared memory", name, shared_name(start).c_str(), rows);
+    }
+}
+
+// Products of e4m3 are exact in double, and so is their sum; it is rounded to fp32 once.
+static void multiply(const WgmmaStream& stream, const Operation& operation) {
+    static double value[256];
+    if (value[1] == 0) {
+        for (u32 code = 0; code < 256; ++code) value[code] = decode_e4m3(u8(code));
+    }
+    const Block& block = machine.blocks[stream.block];
+    static double b[kDepth][kMaxN];
+    for (u32 column = 0; column < operation.n; ++column) {
+        for (u32 k = 0; k < kDepth; ++k) {
+            b[k][column] = value[operand_chunk(block, operation.b, column, k / 16)[k % 16]];
+        }
+    }
+    for (u32 r = 0; r < kRows; ++r) {
+        double sums[kMaxN];
+        float* c = operation.accumulators->c[r];
+        for (u32 column = 0; column < operation.n; ++column) sums[column] = operation.accumulate ? c[column] : 0.0f;
+        for (u32 k = 0; k < kDepth; ++k) {
+            const u32 row = stream.warp % 4 * kRows + r;
+            const double a = value[operand_chunk(block, operation.a, row, k / 16)[k % 16]];
+            for (u32 column = 0; column < operation.n; ++column) sums[column] += a * b[k][column];
+        }
+        for (u32 column = 0; column < operation.n; ++column) c[column] = float(sums[column]);
+    }
+}
+
+static void execute(WgmmaStream& stream, u32 end) {
+    for (; stream.executed < end; ++stream.executed) {
+        const Operation& operation = stream.operations[stream.executed - stream.first];
+        if (!operation.is_commit) multiply(stream, operation);
+    }
+}
+
+// The next operation of the running lane: new in its warp's stream, or there by another lane and then the same.
+static Operation& issue(const Operation& wanted) {
+    Fiber* self = machine.current;
+    WgmmaStream& s = stream();
+    const u32 idx = self->wgmma_position++ - s.first;
+    if (idx == s.operations.size()) s.operations.push_back(wanted);
+    Operation& o = s.operations[idx];
+    if (o.is_commit != wanted.is_commit || o.n != wanted.n || o.accumulate != wanted.accumulate || o.a != wanted.a ||
+        o.b != wanted.b) {
+        fail("wgmma: lanes of a warp issue different operations");
+    }
+    o.num_lanes += 1;
+    return o;
+}
+
+// "All warps of the warpgroup must execute the same wgmma.mma_async."
+static void log_call(const Operation& o) {
+    const Fiber* self = machine.current;
+    WarpgroupLog& log = machine.block().warpgroups[self->warp() / 4];
+    const u32 idx = log.made[self->warp() % 4]++ - log.first;
+    if (idx == log.calls.size()) log.calls.push_back({o.n, o.accumulate, o.a, o.b});
+    const WarpgroupLog::Call& call = log.calls[idx];
+    if (call.n != o.n || call.accumulate != o.accumulate || call.a != o.a || call.b != o.b) {
+        fail("wgmma: warps of a warpgroup issue different multiplies (n %u and %u)", call.n, o.n);
+    }
+    u32 least = log.made[0];
+    for (u32 made : log.made) least = made < least ? made : least;
+    for (; log.first < least; ++log.first) log.calls.pop_front();
+}
+
+void wgmma_fence() {
+    maybe_switch();
+    machine.current->wgmma_fenced = true;
+}
+
+void wgmma(float* d, u32 n, bool accumulate, u64 a, u64 b) {
+    maybe_switch();
+    Fiber* self = machine.current;
+    check_descriptor(a, 64, "A");
+    check_descriptor(b, n, "B");
+    Operation wanted;
+    wanted.n = n;
+    wanted.accumulate = accumulate;
+    wanted.a = a;
+    wanted.b = b;
+    Operation& o = issue(wanted);
+    if (o.num_lanes == 1) log_call(o);
+    // "Accesses to the accumulators are undefined until the wait; further multiplies of the same shape on them need no
+    // fence." The values move out of the registers, which are poison meanwhile.
+    Operation* chained = nullptr;
+    for (Operation& other : stream().operations) {
+        if (&other == &o) break;
+        if (other.d[self->lane()] == d) chained = &other;
+    }
+    if (!o.accumulators) {
+        o.accumulators = chained ? chained->accumulators : std::make_shared<Accumulators>();
+        o.is_chained = chained != nullptr;
+    }
+    if (o.is_chained != (chained != nullptr) || (chained && chained->accumulators != o.accumulators)) {
+        fail("wgmma: lanes disagree on which accumulators are in flight");
+    }
+    o.d[self->lane()] = d;
+    if (chained) return;
+    if (!self->wgmma_fenced) fail("wgmma on registers that were used since the last wgmma.fence");
+    for (u32 i = 0; i < n / 2; ++i) {
+        if (accumulate) element(*o.accumulators, self->lane(), i) = d[i];
+        d[i] = __builtin_nanf("");
+    }
+}
+
+void wgmma_commit() {
+    maybe_switch();
+    Operation wanted;
+    wanted.is_commit = true;
+    if (issue(wanted).num_lanes != kWarpLanes) return;
+    const u32 end = machine.current->wgmma_position;
+    stream();
+    const auto shared = machine.warp().wgmma;
+    later(machine.max_delay, [shared, end] { execute(*shared, end); });
+}
+
+// "wait_group N: wait until N or fewer of the most recent groups are pending and all prior groups are complete."
+static void finish_wait(Block&, Warp& warp, Fiber* lanes) {
+    WgmmaStream& s = *warp.wgmma;
+    for (u32 lane = 0; lane < kWarpLanes; ++lane) {
+        if (lanes[lane].wgmma_position != lanes[0].wgmma_position) fail("wgmma.wait_group: lanes have issued different operations");
+        lanes[lane].wgmma_fenced = false;
+    }
+    u32 keep = 0, num_newer = 0;  // operations after the last one waited for
+    for (u32 idx = s.operations.size(); idx > 0; --idx, ++keep) {
+        if (s.operations[idx - 1].is_commit && num_newer++ == warp.collective.argument) break;
+    }
+    execute(s, s.first + s.operations.size() - keep);
+    for (; s.operations.size() > keep; s.operations.pop_front(), ++s.first) {
+        const Operation& o = s.operations.front();
+        bool last = !o.is_commit;
+        for (u32 idx = 1; idx < s.operations.size(); ++idx) last = last && s.operations[idx].accumulators != o.accumulators;
+        if (!last) continue;
+        machine.counters.wgmmas += 1;
+        for (u32 lane = 0; lane < kWarpLanes; ++lane) {
+            for (u32 i = 0; i < o.n / 2; ++i) o.d[lane][i] = element(*o.accumulators, lane, i);
+        }
+    }
+}
+
+void wgmma_wait(u32 num_newest) {
+    stream();
+    meet("wgmma.wait_group", kAllLanes, num_newest, 0, {}, finish_wait);
+}
+
+}  // namespace emu

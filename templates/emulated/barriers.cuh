@@ -1,0 +1,27 @@
+// Barriers of a CTA, of some of its warps, and of the grid; and the register split. Relies on memory.cuh, check.cuh.
+
+// Hardware barriers; 0 is left to sync_block.
+enum NamedBarrier : u32 {
+    kMathBarrier = 1,  // all math warps, or warpgroup w of them at kMathBarrier + w
+};
+
+DEVICE void sync_block() { emu::sync_block(); }
+DEVICE void sync_warp() { emu::sync_warp(kFullMask); }
+
+// All `num_threads` threads that use barrier `id`.
+DEVICE void sync_named(u32 id, u32 num_threads) { emu::sync_named(id, num_threads); }
+
+// One thread of every CTA of the grid; co-residency comes from the cooperative launch. `counter` starts at zero and is
+// used once in a launch.
+DEVICE void sync_grid(const Params& p, u32* counter) {
+    add_release_gpu(counter, 1);
+    const u32 expected = num_blocks();
+    wait_until(p, kWaitGridBarrier, 0, expected, [&] { return load_acquire_gpu(counter) == expected; });
+}
+
+// Every warp of a warpgroup executes it, once. kLaunchRegs is what the launch gave each thread.
+template <u32 kRegs>
+DEVICE void set_registers() {
+    constexpr u32 kLaunchRegs = 65536 / kNumThreads / 8 * 8;
+    if constexpr (kRegs != kLaunchRegs) emu::set_registers(kLaunchRegs, kRegs);
+}

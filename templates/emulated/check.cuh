@@ -1,0 +1,45 @@
+// Waits with a budget. On expiry the first thread to give up records who waited for what in the status words, and
+// every thread that still waits leaves: no trap, the context survives. Relies on types.cuh, memory.cuh and Params.
+
+// What can be awaited; run/launch.py holds the sentences.
+enum Wait : u32 {
+    kWaitStageFull = 1,
+    kWaitStageEmpty = 2,
+    kWaitTaskFull = 3,
+    kWaitTaskEmpty = 4,
+    kWaitGridBarrier = 5,
+    kWaitHead = 6,
+    kWaitMid = 7,
+};
+
+// Words of Params::header.
+constexpr u32 kHeaderParity = 0;
+constexpr u32 kHeaderAbort = 32;
+
+DEVICE u64 global_timer_ns() { return emu::clock_ns(); }
+
+DEVICE void exit_thread() { emu::exit_thread(); }
+
+DEVICE void give_up(const Params& p, Wait what, u32 index, u32 expected) {
+    if (compare_and_swap_gpu(p.header + kHeaderAbort, 0, 1) == 0) {
+        store_relaxed_sys(p.status + 1, what);
+        store_relaxed_sys(p.status + 2, block_idx());
+        store_relaxed_sys(p.status + 3, thread_idx() / kWarpThreads);
+        store_relaxed_sys(p.status + 4, index);
+        store_relaxed_sys(p.status + 5, expected);
+        store_release_sys(p.status, 1);
+    }
+    exit_thread();
+}
+
+// Polls until `poll()` is true. `index` and `expected` go to the message.
+template <typename Poll>
+DEVICE void wait_until(const Params& p, Wait what, u32 index, u32 expected, Poll poll) {
+    if (poll()) return;
+    const u64 start = global_timer_ns();
+    for (u32 polls = 1; !poll(); ++polls) {
+        if (polls % 128 != 0) continue;
+        const bool expired = global_timer_ns() - start > u64(p.timeout_us) * 1000;
+        if (expired || load_relaxed_gpu(p.header + kHeaderAbort) != 0) give_up(p, what, index, expected);
+    }
+}

@@ -1,0 +1,21 @@
+// Shared-memory barriers with phases and transaction counts (PTX ISA, mbarrier). Relies on memory.cuh, check.cuh.
+
+DEVICE void init_barrier(u64* barrier, u32 arrivals) { emu::init_barrier(barrier, arrivals); }
+
+DEVICE void fence_barrier_init() { emu::fence_barrier_init(); }
+
+DEVICE void arrive(u64* barrier) { emu::arrive(barrier, 0); }
+
+DEVICE void arrive_expect_bytes(u64* barrier, u32 bytes) { emu::arrive(barrier, bytes); }
+
+DEVICE bool try_wait(u64* barrier, u32 parity) { return emu::try_wait(barrier, parity); }
+
+DEVICE void wait_barrier(const Params& p, Wait what, u64* barrier, u32 index, u32 parity) {
+    wait_until(p, what, index, parity, [&] { return try_wait(barrier, parity); });
+}
+
+DEVICE void wait_in_flight(const Params& p, u64* barrier, u32 parity) {
+    const u64 start = global_timer_ns();
+    while (!try_wait(barrier, parity) && global_timer_ns() - start < u64(p.timeout_us) * 1000) {
+    }
+}

@@ -1,0 +1,49 @@
+// Loads, stores, atomics and fences whose order or scope matters: the scope is in the name. Relies on types.cuh.
+
+DEVICE u32 shared_address(const void* pointer) { return emu::shared_address(pointer); }
+
+DEVICE u32 load_relaxed_gpu(const u32* address) { return emu::load(address, emu::kRelaxed, emu::kGpu); }
+
+DEVICE u32 load_acquire_gpu(const u32* address) { return emu::load(address, emu::kAcquire, emu::kGpu); }
+
+DEVICE void store_relaxed_gpu(u32* address, u32 value) { emu::store(address, value, emu::kRelaxed, emu::kGpu); }
+
+// Host memory: the host polls it.
+DEVICE void store_release_sys(u32* address, u32 value) { emu::store(address, value, emu::kRelease, emu::kSys); }
+
+DEVICE void store_relaxed_sys(u32* address, u32 value) { emu::store(address, value, emu::kRelaxed, emu::kSys); }
+
+DEVICE void add_release_gpu(u32* address, u32 value) { emu::fetch_add(address, value, emu::kRelease, emu::kGpu); }
+
+DEVICE u32 fetch_add_relaxed_gpu(u32* address, u32 value) {
+    return emu::fetch_add(address, value, emu::kRelaxed, emu::kGpu);
+}
+
+DEVICE u32 fetch_add_acq_rel_gpu(u32* address, u32 value) {
+    return emu::fetch_add(address, value, emu::kAcqRel, emu::kGpu);
+}
+
+DEVICE u32 compare_and_swap_gpu(u32* address, u32 expected, u32 desired) {
+    return emu::compare_and_swap(address, expected, desired, emu::kRelaxed, emu::kGpu);
+}
+
+// Shared-memory counter; order comes from the barrier that follows.
+DEVICE u32 fetch_add_shared(u32* address, u32 value) {
+    return emu::fetch_add(address, value, emu::kRelaxed, emu::kCta);
+}
+
+// Generic-proxy writes of this thread become visible to the async proxy (TMA, WGMMA) in shared memory.
+DEVICE void fence_async_shared() { emu::fence_async_shared(); }
+
+// cp.async: copies by this thread, complete after wait_copies. They belong to the generic proxy.
+DEVICE void copy_16_async(void* shared, const void* global) { emu::copy_async(shared, global, 16); }
+
+DEVICE void copy_4_async(void* shared, const void* global) { emu::copy_async(shared, global, 4); }
+
+DEVICE void commit_copies() { emu::commit_copies(); }
+
+// All but the newest kNewest groups of this thread are complete and visible to it.
+template <u32 kNewest>
+DEVICE void wait_copies() {
+    emu::wait_copies(kNewest);
+}

@@ -1,0 +1,102 @@
+// Prefill: what becomes of a warpgroup's sums, which hold its tokens by rows and channels by columns. GEMM 1: SwiGLU, then
+// re-quantisation per token and 128 channels, e4m3 rows in Params::mid. GEMM 2: bf16 rows in Params::slices, one per
+// routed pair. A warp holds all channels of 16 tokens, so it needs no other warp; 16-byte pieces of rows are put together
+// in a buffer of its own.
+
+// Rows lane / 4 and + 8 of the warp's 16 tokens. Columns of a 64-wide chunk are gate and up in alternating groups of 8:
+// registers 8i .. 8i+3 are gate and 8i+4 .. 8i+7 up of two channels, for the two rows.
+template <u32 N>
+DEVICE void store_mid(const Params& p, Smem& smem, const Task& task, const Share& share, const u32* pairs,
+                      float (&sums)[kNumRowBlocks][N / 2], u32) {
+    const u32 lane = lane_idx();
+    float amax[2] = {};
+#pragma unroll
+    for (u32 m = 0; m < kNumRowBlocks; ++m) {
+#pragma unroll
+        for (u32 i = 0; i < N / 2; i += 8) {
+#pragma unroll
+            for (u32 r = 0; r < 4; ++r) {
+                float& value = sums[m][i + r];
+                value = silu(value) * sums[m][i + 4 + r];
+                amax[r / 2] = fmaxf(amax[r / 2], fabsf(value));
+            }
+        }
+    }
+#pragma unroll
+    for (u32 half = 0; half < 2; ++half) {
+        amax[half] = fmaxf(amax[half], __shfl_xor_sync(kFullMask, amax[half], 1));
+        amax[half] = fmaxf(amax[half], __shfl_xor_sync(kFullMask, amax[half], 2));
+        const u32 token = share.warp * 16 + half * 8 + lane / 4;
+        if (lane % 4 == 0 && token < share.num_tokens) {
+            // The router weight rides on the scale: a factor of the whole row, exact but for one rounding.
+            const u64 row = task.row_start + share.first_token + token;
+            p.mid_scale[row * kMidScaleStride + task.tile] =
+                quant_scale(amax[half]) * router_weight(p, pairs[token]);
+        }
+        amax[half] = quant_factor(amax[half]);
+    }
+
+    // A 16-bit element is two channels of a token. The columns of matrix (half, k) alternate between the groups 2k and
+    // 2k + 1 of 8 channels, so each of its 16-byte rows is 16 channels in an order that two permutations undo.
+    u8* mid = p.mid + u64(task.row_start + share.first_token) * kMidStride + task.tile * 128;
+#pragma unroll
+    for (u32 m = 0; m < kNumRowBlocks; ++m) {
+        u8* buffer = smem.transpose[share.group * 4 + share.warp] + m % 2 * 512;
+        u32 matrices[4];
+#pragma unroll
+        for (u32 half = 0; half < 2; ++half) {
+#pragma unroll
+            for (u32 k = 0; k < 2; ++k) {
+                const float* even = sums[m] + k * 16 + half * 2;
+                const float* odd = even + 8;
+                matrices[half * 2 + k] = pack_e4m3(even[0] * amax[half], even[1] * amax[half]) |
+                                         pack_e4m3(odd[0] * amax[half], odd[1] * amax[half]) << 16;
+            }
+        }
+        store_matrices(buffer + lane * 16, matrices);
+        sync_warp();
+        const uint4 v = *reinterpret_cast<const uint4*>(buffer + lane * 16);
+        const u32 token = share.warp * 16 + lane / 16 * 8 + lane % 8;
+        if (token < share.num_tokens) {
+            *reinterpret_cast<uint4*>(mid + u64(token) * kMidStride + m * 32 + lane / 8 % 2 * 16) =
+                make_uint4(permute_bytes(v.x, v.y, 0x5410), permute_bytes(v.z, v.w, 0x5410),
+                           permute_bytes(v.x, v.y, 0x7632), permute_bytes(v.z, v.w, 0x7632));
+        }
+    }
+    sync_warp();
+}
+
+template <u32 N>
+DEVICE void store_slices(const Params& p, Smem& smem, const Task& task, const Share& share, const u32* pairs,
+                         const float (&sums)[kNumRowBlocks][N / 2]) {
+    const u32 lane = lane_idx();
+    u8* buffer = smem.transpose[share.group * 4 + share.warp];
+    const u32 token = share.warp * 16 + lane % 16;
+    u16* slice = p.slices + (token < share.num_tokens ? u64(pairs[token]) * kHidden : 0);
+#pragma unroll
+    for (u32 m = 0; m < kNumRowBlocks; ++m) {
+#pragma unroll
+        for (u32 first = 0; first < N / 8; first += 4) {
+            // Matrix (j, half) is 8 tokens by the 8 channels of group j; the buffer is [4 groups][16 tokens][8 channels].
+#pragma unroll
+            for (u32 j = 0; j < 4; j += 2) {
+                u32 matrices[4];
+#pragma unroll
+                for (u32 i = 0; i < 4; ++i) {
+                    const float* two = sums[m] + (first + j + i / 2) * 4 + i % 2 * 2;
+                    matrices[i] = pack_bf16(two[0], two[1]);
+                }
+                store_matrices(buffer + j * 256 + lane * 16, matrices);
+            }
+            sync_warp();
+            const u32 channel = task.tile * kBlockRows + m * 64 + first * 8 + lane / 16 * 8;
+#pragma unroll
+            for (u32 j = 0; j < 4; j += 2) {
+                if (token >= share.num_tokens || channel + j * 8 >= kHidden) continue;
+                *reinterpret_cast<uint4*>(slice + channel + j * 8) =
+                    *reinterpret_cast<const uint4*>(buffer + (j + lane / 16) * 256 + lane % 16 * 16);
+            }
+            sync_warp();
+        }
+    }
+}
