@@ -6,8 +6,6 @@ import importlib
 import importlib.metadata
 import os
 import pwd
-import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -237,19 +235,16 @@ def _contents(directory: Path) -> str:
 
 
 def _host_compiler() -> Iterator[Finding]:
-    for name in filter(None, (os.environ.get("CXX"), "g++", "clang++", "c++")):
-        path = shutil.which(name)
-        if path:
-            run = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20)
-            first = next(iter(run.stdout.splitlines()), "")
-            yield Finding("ok", "c++ compiler", f"{path}: {first}")
-            return
-    yield Finding(
-        "note",
-        "c++ compiler",
-        "none found; only running kernels on a CPU would need one",
-        "install g++ 12 or later",
-    )
+    from jitmoe.emulate import compile as host
+
+    try:
+        text = f"{' '.join(host.compiler())}: {host.compiler_version()}"
+    except (RuntimeError, OSError) as error:
+        text = "none that works; only running kernels on a CPU needs one"
+        remedy = f"install g++ 12 or later, or pip install ziglang ({_first_line(error)})"
+        yield Finding("note", "c++ compiler", text, remedy)
+        return
+    yield Finding("ok", "c++ compiler", text)
 
 
 def _settings() -> Iterator[Finding]:

@@ -218,8 +218,8 @@ class MegaMoePlan(Plan):
             (
                 Region("weight_tiles", "u8", (stages, self.block_rows * self.block_k), 1024, "load -> math"),
                 Region("token_tiles", "u8", (stages, tokens * self.block_k), 1024, "gather -> math"),
-                Region("scales", "float4", (stages, 2, tokens // 2), 128, "gather -> math"),
-                Region("weight_scales", "f32", (stages, self.num_gather_warps, 4), 16, "a gather warp's own"),
+                Region("token_scales", "f32", (stages, tokens), 128, "gather -> math"),
+                Region("weight_scales", "f32", (stages, 4), 16, "gather -> math"),
                 Region("row_offsets", "u32", (rows_apart, tokens // rows_apart), 16, "gather's own"),
                 Region("transpose", "u8", (math, 1024), 128, "a math warp's own"),
                 Region("amax", "f32", (2, math, 64), 128, "math <-> math, by parity"),

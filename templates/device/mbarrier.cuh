@@ -17,6 +17,11 @@ DEVICE void arrive_expect_bytes(u64* barrier, u32 bytes) {
                  : "memory");
 }
 
+// One arrival, made when all earlier copy_*_async of this thread have landed. Counts among the barrier's arrivals.
+DEVICE void arrive_after_copies(u64* barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
 // True once the phase of this parity has completed; acquires what its arrivals released.
 DEVICE bool try_wait(u64* barrier, u32 parity) {
     u32 done;

@@ -68,23 +68,15 @@ DEVICE u32 fetch_add_shared(u32* address, u32 value) {
     return old;
 }
 
-// Generic-proxy writes of this thread become visible to the async proxy (TMA, WGMMA) in shared memory. Every writing
-// thread executes it before the barrier that hands the data over.
+// Generic-proxy writes to shared memory that this thread made, or knows of by a barrier, come before what it starts in the
+// async proxy (TMA, WGMMA) from here on.
 DEVICE void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// cp.async: copies by this thread, complete after wait_copies. They belong to the generic proxy.
+// cp.async: copies by this thread, in the generic proxy. arrive_after_copies (mbarrier.cuh) tells when they are complete.
 DEVICE void copy_16_async(void* shared, const void* global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
 }
 
 DEVICE void copy_4_async(void* shared, const void* global) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global) : "memory");
-}
-
-DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// All but the newest kNewest groups of this thread are complete and visible to it.
-template <u32 kNewest>
-DEVICE void wait_copies() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(kNewest) : "memory");
 }

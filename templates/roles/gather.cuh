@@ -1,9 +1,8 @@
 // Token rows and scales into the ring. Rows are gathered where they lie (x, its quantised copy, or the activations
-// between the GEMMs) by cp.async with the swizzle applied by hand: no pool, no copy. For every pair of tokens the warps
-// also write the products of token and weight scales that the math warps multiply partial sums by.
+// between the GEMMs) by cp.async with the swizzle applied by hand: no pool, no copy. The copies themselves arrive at the
+// stage's barrier when they have landed, so these warps wait for nothing but free stages.
 
 constexpr u32 kGatherThreads = kNumGatherWarps * kWarpThreads;
-constexpr u32 kGatherLag = 2;  // k-blocks a copy has to land before its stage is published
 
 // The weight scales of a tile, by lane. GEMM 1: gate, up, and up of the next block where `intermediate` is no
 // multiple of 128 and a tile's up rows straddle two blocks. GEMM 2: the tile's two blocks of rows.
@@ -13,27 +12,22 @@ DEVICE u32 weight_scale_row(const Task& task, u32 lane) {
     return min_of(kUpBlockOffset + task.tile + (lane - 1), ceil_div(2 * kIntermediate, 128) - 1);
 }
 
-// The two tokens whose scales lie together: neighbouring columns of a decode tile, rows eight apart in a prefill tile, as
-// one math thread has them.
-DEVICE u32 token_of_pair(u32 pair, u32 i) { return kSplitTokens ? pair / 8 * 16 + pair % 8 + i * 8 : pair * 2 + i; }
-
 // What this lane copies of every k-block of a task, with all that does not depend on k worked out: one 16-byte chunk of
-// each of kRows rows, the scales of one token pair, and one of the tile's weight scales. Offsets of the rows, in 16-byte
+// each of kRows rows, the scales of kScales tokens, and one of the tile's weight scales. Offsets of the rows, in 16-byte
 // units, are in Smem::row_offsets, a lane's together: sixteen registers would be too many beside the math warps' 224.
 struct Copies {
     static constexpr u32 kRowsApart = 4 * kNumGatherWarps;  // 8 lanes a row
     static constexpr u32 kRows = kBlockTokens / kRowsApart;
+    static constexpr u32 kScales = kBlockTokens / kGatherThreads;
     const u8* rows;
-    u32 num_rows;    // of this lane that exist
-    u32 target;      // of the first, in a stage's tile; the others follow kRowsApart rows apart
-    u32 num_scales;  // of the lane's token pair: 0, 1, 2
-    const float* scales[2];
+    u32 num_rows;  // of this lane that exist
+    u32 target;    // of the first, in a stage's tile; the others follow kRowsApart rows apart
+    const float* scales[kScales];  // null where the token does not exist
     u32 scale_group_stride;
     const float* weight_scale;
 };
 
 DEVICE Copies find_copies(const Params& p, Smem& smem, const Task& task, u32 slot) {
-    static_assert(kBlockTokens / 2 <= kGatherThreads, "a lane has one token pair at most");
     const u32 warp = warp_idx() - kGatherWarpBegin, lane = lane_idx();
     const bool gemm_2 = task.phase == kGemm2;
     const i64 weight_row = weight_scale_row(task, min_of(lane, 2u));
@@ -67,14 +61,10 @@ DEVICE Copies find_copies(const Params& p, Smem& smem, const Task& task, u32 slo
         smem.row_offsets[first_row][i] = u32(u64(source_row(row)) * row_stride / 16);
     }
     sync_warp();
-    const u32 pair = warp * kWarpThreads + lane;
-    c.num_scales = 0;
 #pragma unroll
-    for (u32 i = 0; i < 2; ++i) {
-        const u32 token = token_of_pair(pair, i);
-        const bool exists = token < task.num_rows;
-        c.num_scales += exists;
-        c.scales[i] = scales + (exists ? i64(source_row(token)) * scale_row_stride : 0);
+    for (u32 i = 0; i < Copies::kScales; ++i) {
+        const u32 token = i * kGatherThreads + warp * kWarpThreads + lane;
+        c.scales[i] = token < task.num_rows ? scales + i64(source_row(token)) * scale_row_stride : nullptr;
     }
     return c;
 }
@@ -97,38 +87,18 @@ DEVICE void copy_k_block(Smem& smem, const Copies& c, u32 stage, u32 k) {
         }
     }
     const u64 group = u64(k) * c.scale_group_stride;
-    float* scale = reinterpret_cast<float*>(&smem.scales[stage][0][(warp * kWarpThreads + lane) % (kBlockTokens / 2)]);
-    if (c.num_scales > 0) copy_4_async(scale, c.scales[0] + group);
-    if (c.num_scales > 1) copy_4_async(scale + 1, c.scales[1] + group);
-    if (lane < 3) copy_4_async(&smem.weight_scales[stage][warp][lane], c.weight_scale + k);
-    commit_copies();
-}
-
-// The copies of this stage are complete: write the scale products and publish it. Variant 0 and 1 of a token pair are
-// {gate, gate, up, up} with up's first or second block (GEMM 1), or four times one of the two row blocks (GEMM 2).
-DEVICE void publish_k_block(Smem& smem, bool gemm_2, u32 num_scales, u32 stage) {
-    const u32 warp = warp_idx() - kGatherWarpBegin;
-    sync_warp();  // weight_scales came by other lanes' copies
-    if (num_scales > 0) {
-        const float* w = smem.weight_scales[stage][warp];
-        const u32 pair = warp * kWarpThreads + lane_idx();
-        const float4 x = smem.scales[stage][0][pair];
-        const float low = gemm_2 ? w[1] : w[0];
-        const float high = gemm_2 ? w[1] : w[2];
-        const float up = gemm_2 ? w[0] : w[1];
-        smem.scales[stage][0][pair] = make_float4(x.x * w[0], x.y * w[0], x.x * up, x.y * up);
-        if (kUpBlockRest != 0 || gemm_2) {  // else no tile takes the second
-            smem.scales[stage][1][pair] = make_float4(x.x * low, x.y * low, x.x * high, x.y * high);
-        }
+    float* scale = smem.token_scales[stage] + warp * kWarpThreads + lane;
+#pragma unroll
+    for (u32 i = 0; i < Copies::kScales; ++i) {
+        if (c.scales[i] != nullptr) copy_4_async(scale + i * kGatherThreads, c.scales[i] + group);
     }
-    fence_async_shared();
-    sync_warp();
-    if (lane_idx() == 0) arrive(&smem.full[stage]);  // pairs with role_math: multiply
+    if (warp == 0 && lane < 3) copy_4_async(&smem.weight_scales[stage][lane], c.weight_scale + k);
+    arrive_after_copies(&smem.full[stage]);  // pairs with role_math: multiply
 }
 
 DEVICE void role_gather(const Params& p, Smem& smem, const Head& head) {
     Ring<kNumTaskSlots> slot;
-    Ring<kNumStages> ring, landed;
+    Ring<kNumStages> ring;
     if (p.x_is_bf16) wait_for_head(p, head);
     for (;; slot.advance()) {
         const Task task = next_task(p, smem, slot);
@@ -141,22 +111,9 @@ DEVICE void role_gather(const Params& p, Smem& smem, const Head& head) {
             });
         }
         const Copies copies = find_copies(p, smem, task, slot.stage);
-        const bool gemm_2 = task.phase == kGemm2;
-        const u32 num_blocks_k = num_k_blocks(task);
-        for (u32 k = 0; k < num_blocks_k; ++k, ring.advance()) {
+        for (u32 k = 0; k < num_k_blocks(task); ++k, ring.advance()) {
             wait_barrier(p, kWaitStageEmpty, &smem.empty[ring.stage], ring.stage, ring.empty_parity());
             copy_k_block(smem, copies, ring.stage, k);
-            if (k >= kGatherLag) {
-                wait_copies<kGatherLag>();
-                publish_k_block(smem, gemm_2, copies.num_scales, landed.stage);
-                landed.advance();
-            }
-        }
-        // The task's last k-blocks go out before anything of the next is awaited.
-        wait_copies<0>();
-        for (u32 k = num_blocks_k < kGatherLag ? 0 : num_blocks_k - kGatherLag; k < num_blocks_k; ++k) {
-            publish_k_block(smem, gemm_2, copies.num_scales, landed.stage);
-            landed.advance();
         }
         sync_warp();
         if (lane_idx() == 0) free_task(smem, slot);

@@ -1,10 +1,10 @@
 // The math warpgroups: partial sums of 128-deep k-blocks on the tensor cores, promoted to fp32 with the scales of their
 // tokens and weights (two-level accumulation); then the epilogue of the phase.
 
-// Where the warpgroup reads in a stage, and which scale products its blocks take: all that the main loop needs.
+// Where the warpgroup reads in a stage: all that the main loop needs.
 struct Operands {
     u32 weights, tokens;  // low descriptor words in stage 0
-    u32 scale_offset;     // of this lane's first token pair
+    u32 first_token;      // of this lane, among the tile's
     bool gemm_2;
 };
 
@@ -12,48 +12,60 @@ DEVICE Operands find_operands(const Smem& smem, const Task& task, const Share& s
     const u32 lane = lane_idx();
     return {descriptor_low(smem.weight_tiles[0] + share.first_row * kBlockK),
             descriptor_low(smem.token_tiles[0] + share.first_token * kBlockK),
-            kSplitTokens ? (share.group * 4 + share.warp) * 8 + lane / 4 : lane % 4, task.phase == kGemm2};
+            kSplitTokens ? (share.group * 4 + share.warp) * 16 + lane / 4 : lane % 4 * 2, task.phase == kGemm2};
 }
 
-// Which variant of the scale products a tile's channels take (gather: publish_k_block). GEMM 1: channel 0..127 of gate and
-// up. GEMM 2: weight row 0..255.
-DEVICE bool second_variant(bool gemm_2, u32 weight_row) {
+// A tile's weight rows have up to three scales in a k-block (gather: weight_scale_row). GEMM 1: gate, and up before and
+// from where its rows enter the next block of w13_scale. GEMM 2: rows 0..127 and 128..255.
+DEVICE bool takes_second_scale(bool gemm_2, u32 weight_row) {
     return gemm_2 ? weight_row >= 128 : kUpBlockRest != 0 && weight_row / 2 >= 128 - kUpBlockRest;
 }
 
-// Adds the partial sums of block `m`, times their scales, in the layout of the bucket.
+// The scales of one k-block, and partial sums times them added to the sums of a 64-row weight block.
 template <u32 N>
 struct Promotion {
-    // Prefill: the products of this thread's two tokens, read once a k-block. Where no tile of GEMM 1 has a second variant,
-    // weight rows from 128 on take `second` in both phases.
+    // Prefill: the products for this thread's two tokens, {gate, gate, up, up}, of weight rows that take the first and the
+    // second scale. Where no tile of GEMM 1 has a second, rows from 128 on take `second` in both phases.
     float4 first, second;
+    // Decode.
+    float4 weight_scales;
+    const float2* token_scales;
 
-    DEVICE void begin_k_block(const float4 (&scales)[2][kBlockTokens / 2], const Operands& at) {
+    DEVICE void begin_k_block(const Smem& smem, u32 stage, const Operands& at) {
+        const float4 w = *reinterpret_cast<const float4*>(smem.weight_scales[stage]);
+        const float* tokens = smem.token_scales[stage] + at.first_token;
         if constexpr (kSplitTokens) {
-            first = scales[0][at.scale_offset];
-            second = scales[1][at.scale_offset];
-            if (kUpBlockRest == 0 && !at.gemm_2) second = first;
+            const float x0 = tokens[0], x1 = tokens[8];
+            const float up = at.gemm_2 ? w.x : w.y, gate_2 = at.gemm_2 ? w.y : w.x;
+            const float up_2 = kUpBlockRest == 0 || at.gemm_2 ? w.y : w.z;
+            first = make_float4(x0 * w.x, x1 * w.x, x0 * up, x1 * up);
+            second = make_float4(x0 * gate_2, x1 * gate_2, x0 * up_2, x1 * up_2);
+        } else {
+            weight_scales = w;
+            token_scales = reinterpret_cast<const float2*>(tokens);
         }
     }
 
-    DEVICE void add(float (&sums)[N / 2], const float (&partial)[N / 2], u32 m,
-                    const float4 (&scales)[2][kBlockTokens / 2], const Operands& at) const {
+    DEVICE void add(float (&sums)[N / 2], const float (&partial)[N / 2], u32 m, const Operands& at) const {
         const u32 warp = warp_idx() - kMathWarpBegin;
-        const u32 first_row = warp / 4 * (kBlockRows / 2) + m * 64 + warp % 4 * 16;
-        const float4* decode = scales[second_variant(at.gemm_2, first_row)] + at.scale_offset;
+        const bool second_scale =
+            takes_second_scale(at.gemm_2, warp / 4 * (kBlockRows / 2) + m * 64 + warp % 4 * 16);
+        const float4& w = weight_scales;
+        const float low = at.gemm_2 && second_scale ? w.y : w.x;
+        const float high = at.gemm_2 ? low : (second_scale ? w.z : w.y);
 #pragma unroll
         for (u32 j = 0; j < N / 8; ++j) {
             if constexpr (kSplitTokens) {
                 // Columns: groups of 8 that alternate between gate and up. Rows: the two tokens.
                 const u32 row = m * 64 + j / 2 * 16;
-                const bool takes_second = kUpBlockRest == 0 ? row >= 128 : second_variant(at.gemm_2, row);
+                const bool takes_second = kUpBlockRest == 0 ? row >= 128 : takes_second_scale(at.gemm_2, row);
                 const float s0 = takes_second ? (j % 2 ? second.z : second.x) : (j % 2 ? first.z : first.x);
                 const float s1 = takes_second ? (j % 2 ? second.w : second.y) : (j % 2 ? first.w : first.y);
                 add_four(sums + 4 * j, partial + 4 * j, s0, s0, s1, s1);
             } else {
                 // Columns: the two tokens. Rows: gate and up.
-                const float4 s = decode[j * 4];
-                add_four(sums + 4 * j, partial + 4 * j, s.x, s.y, s.z, s.w);
+                const float2 x = token_scales[j * 4];
+                add_four(sums + 4 * j, partial + 4 * j, x.x * low, x.y * low, x.x * high, x.y * high);
             }
         }
     }
@@ -81,12 +93,13 @@ DEVICE void multiply(const Params& p, Smem& smem, Ring<kNumStages>& ring, const 
         if (step < kSteps) {
             const u32 m = step % kNumRowBlocks;
             if (step == 0) {
-                // Pairs with role_load and publish_k_block.
+                // Pairs with role_load and copy_k_block.
                 wait_barrier(p, kWaitStageFull, &smem.full[ring.stage], ring.stage, ring.parity());
             } else if (m == 0) {
                 wait_in_flight(p, &smem.full[ring.stage], ring.parity());
             }
             if (m == 0) {
+                fence_async_shared();  // cp.async wrote the token rows in the generic proxy
                 weights = make_uniform(at.weights + ring.stage * descriptor_step(kWeightTileBytes));
                 tokens = make_uniform(at.tokens + ring.stage * descriptor_step(kTokenTileBytes));
             }
@@ -108,8 +121,8 @@ DEVICE void multiply(const Params& p, Smem& smem, Ring<kNumStages>& ring, const 
                 wgmma_wait<0>();
             }
             hold_accumulators(partial[(step - 1) % 2]);
-            if (m == 0) promotion.begin_k_block(smem.scales[previous], at);
-            promotion.add(sums[m], partial[(step - 1) % 2], m, smem.scales[previous], at);
+            if (m == 0) promotion.begin_k_block(smem, previous, at);
+            promotion.add(sums[m], partial[(step - 1) % 2], m, at);
             if (m == kNumRowBlocks - 1) {
                 sync_warp();
                 if (lane_idx() == 0) arrive(&smem.empty[previous]);  // pairs with role_load and role_gather
