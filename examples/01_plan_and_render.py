@@ -19,5 +19,6 @@ for num_tokens in (8, 8192):
 decode = choose(shape.problem(8), gpu)
 assert decode == choose(shape.problem(9), gpu)
 text = render(decode)
-print(f"{len(text.splitlines())} lines of CUDA, no #include. The kernel itself, at the end of them:\n")
+num_lines = len(text.splitlines())
+print(f"{num_lines} lines of CUDA, no #include. At their end the kernel itself:\n")
 print(text[text.index('extern "C"') :])

@@ -85,7 +85,7 @@ def cells(row: dict) -> dict[str, str]:
         "TFLOP/s": number(flop(row) / us * 1e-6) if is_layer and us else "",
         "floor us": number(floor),
         "floor / us": number(floor / us, ".2f") if floor and us else "",
-        "relative error": number(row.get("rel_error"), ".1e"),
+        "relative error": number(row.get("rel_error"), ".2e"),
     }
     peers = {name: peer for name, peer in (row.get("peers") or {}).items() if peer}
     out |= {name: number(peer) for name, peer in peers.items()}

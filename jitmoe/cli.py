@@ -31,7 +31,7 @@ Ep = Annotated[int, typer.Option(help="Ranks that share the experts.")]
 TokenCount = Annotated[int, typer.Option(help="Tokens of a call.")]
 Gpu = Annotated[
     str | None,
-    typer.Option(help="h200, h100-sxm, h100-pcie, h20 or b200; the GPU found here, else h200."),
+    typer.Option(help="h200, h100-sxm, h100-pcie or h20; default: the GPU found here, else h200."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

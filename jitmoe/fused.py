@@ -52,7 +52,9 @@ def mega_moe(
     x_rows, x_scale = x if isinstance(x, tuple) else (x, None)
     call = _check(x_rows, x_scale, topk_ids, topk_weights, weights, out)
     if out is None:
-        out = arrays.empty_rows(call.num_tokens, weights.hidden, x_rows, call.x.family, weights.device)
+        out = arrays.empty_rows(
+            call.num_tokens, weights.hidden, x_rows, call.x.family, weights.device
+        )
     if call.num_tokens == 0:
         return out
     y = view(out, "out")
@@ -63,7 +65,9 @@ def mega_moe(
     if workspace is None:
         workspace = implicit_workspace(weights.device, stream)
     elif workspace.device != weights.device:
-        raise ValueError(f"the workspace is on GPU {workspace.device}, the weights are on GPU {weights.device}")
+        raise ValueError(
+            f"the workspace is on GPU {workspace.device}, the weights are on GPU {weights.device}"
+        )
     workspace.check()
     if plan is None:
         plan = _plan(weights, call.num_tokens, call.top_k)
@@ -104,14 +108,23 @@ def workspace_bytes(weights: ExpertWeights, num_tokens: int, top_k: int) -> int:
 
 
 def warmup(
-    weights: ExpertWeights, top_k: int, num_tokens: int, *, workspace: Workspace | None = None, stream=None
+    weights: ExpertWeights,
+    top_k: int,
+    num_tokens: int,
+    *,
+    workspace: Workspace | None = None,
+    stream=None,
 ) -> list[Kernel]:
     """Build and load every kernel that calls of 1 to `num_tokens` tokens can need, and reserve the memory.
 
     After it such calls allocate and compile nothing, so they may be captured into a CUDA graph at once. `workspace` and
     `stream` must be those of the calls (default: CuPy's current stream and its implicit workspace). Returns the kernels.
     """
-    address = arrays.current_stream("cupy", weights.device) if stream is None else arrays.stream_address(stream)
+    address = (
+        arrays.current_stream("cupy", weights.device)
+        if stream is None
+        else arrays.stream_address(stream)
+    )
     workspace = workspace or implicit_workspace(weights.device, address)
     last = {_plan(weights, n, top_k): n for n in _bucket_edges(weights, num_tokens, top_k)}
     return [_prepare(weights, plan, workspace, n, address).kernel for plan, n in last.items()]
@@ -128,12 +141,16 @@ class _Call(NamedTuple):
 
 def _check(x_rows, x_scale, topk_ids, topk_weights, weights: ExpertWeights, out) -> _Call:
     if not isinstance(weights, ExpertWeights):
-        raise TypeError(f"weights must be jitmoe.ExpertWeights, got {type(weights).__name__}; wrap the tensors in it")
+        raise TypeError(
+            f"weights must be jitmoe.ExpertWeights, got {type(weights).__name__}; wrap the tensors in it"
+        )
     hidden, device = weights.hidden, weights.device
     x = view(x_rows, "x")
     if x_scale is None and x.dtype in ("e4m3", "u8"):
         raise ValueError("x is e4m3 and has no scales; pass x=(x_fp8, x_scale)")
-    check_array(x, "x", (None, hidden), ("bf16", "u16") if x_scale is None else ("e4m3", "u8"), device)
+    check_array(
+        x, "x", (None, hidden), ("bf16", "u16") if x_scale is None else ("e4m3", "u8"), device
+    )
     check_rows(x, "x", 8 if x_scale is None else 16)
     num_tokens = x.shape[0]
     scale = None
@@ -146,7 +163,9 @@ def _check(x_rows, x_scale, topk_ids, topk_weights, weights: ExpertWeights, out)
     check_array(router, "topk_weights", (num_tokens, top_k), ("f32", "bf16", "u16"), device)
     for array, name in ((ids, "topk_ids"), (router, "topk_weights")):
         if num_tokens > 1 and array.strides != (top_k, 1):
-            raise ValueError(f"{name} must be contiguous, got strides {list(array.strides)}; make it contiguous")
+            raise ValueError(
+                f"{name} must be contiguous, got strides {list(array.strides)}; make it contiguous"
+            )
     if out is not None:
         y = view(out, "out")
         check_array(y, "out", (num_tokens, hidden), ("bf16", "u16"), device)
@@ -167,7 +186,9 @@ def _plan(weights: ExpertWeights, num_tokens: int, top_k: int) -> MegaMoePlan:
     key = ("plan", num_tokens <= _decode_limit(weights, top_k), top_k)
     plan = weights.memo.get(key)
     if plan is None or num_tokens > 4096:
-        problem = MoeProblem(num_tokens, weights.hidden, weights.intermediate, weights.num_experts, top_k)
+        problem = MoeProblem(
+            num_tokens, weights.hidden, weights.intermediate, weights.num_experts, top_k
+        )
         plan = weights.memo[key] = plan or heuristics.choose(problem, device_spec(weights.device))
     return plan
 

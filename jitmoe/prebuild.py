@@ -12,12 +12,10 @@ from rich.text import Text
 
 from jitmoe.jit.build import Built, build_many
 from jitmoe.jit.nvrtc import options, version
-from jitmoe.plan.gpu import GPUS, GpuSpec
+from jitmoe.plan.gpu import GPUS, KERNEL_ARCHS, GpuSpec
 from jitmoe.plan.heuristics import plans_of_model
 from jitmoe.plan.models import ModelShape
 from jitmoe.plan.plan import MegaMoePlan
-
-KERNEL_ARCHS = ("sm_90a",)  # those the templates are written for
 
 
 def gpu_of_arch(arch: str) -> GpuSpec:

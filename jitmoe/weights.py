@@ -32,7 +32,9 @@ class ExpertWeights:
         self.num_experts, rows, self.hidden = self.w13.shape
         self.intermediate = rows // 2
         self.device = self.w13.device
-        MoeProblem(0, self.hidden, self.intermediate, self.num_experts, 1)  # refuses unsupported sizes
+        MoeProblem(
+            0, self.hidden, self.intermediate, self.num_experts, 1
+        )  # refuses unsupported sizes
         codes, e, h = ("e4m3", "u8"), self.num_experts, self.hidden
         check_array(self.w13, "w13", (e, rows, h), codes, self.device)
         check_array(self.w2, "w2", (e, h, self.intermediate), codes, self.device)
@@ -59,4 +61,6 @@ class ExpertWeights:
     def num_bytes(self) -> int:
         """Bytes of codes and scales."""
         codes = 3 * self.num_experts * self.hidden * self.intermediate
-        return codes + 4 * sum(s.shape[0] * s.shape[1] * s.shape[2] for s in (self.w13_scale, self.w2_scale))
+        return codes + 4 * sum(
+            s.shape[0] * s.shape[1] * s.shape[2] for s in (self.w13_scale, self.w2_scale)
+        )

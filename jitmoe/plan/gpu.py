@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,8 @@ class GpuSpec:
         return int(digits[:-1]), int(digits[-1])
 
 
+KERNEL_ARCHS = ("sm_90a",)  # architectures that kernels exist for
+
 HOPPER_SMEM_BYTES = 232_448  # opt-in maximum of one CTA, sm_90 and sm_100 alike
 
 # Rates of the H200: pure read and two-level FP8 measured on one card, 2026-11-29 (README, "measured facts"). The
@@ -50,22 +52,26 @@ def gpu_spec(name: str) -> GpuSpec:
 
 
 def match_device(device_name: str, arch: str, num_sms: int, smem_bytes: int) -> GpuSpec:
-    """The spec of a detected device: rates from the nearest table row, capacities from the device itself.
+    """The spec of a detected device: rates from the table row it names, capacities from the device.
 
-    `device_name` is the driver's name (such as "NVIDIA H200"). A device of an architecture with no row raises
-    ValueError, because no kernel exists for it.
+    `device_name` is the driver's name (such as "NVIDIA H200"). A device that names no row gets the
+    slowest rates of its architecture. Raises ValueError for an architecture without a kernel.
     """
-    rows = [spec for spec in GPUS.values() if spec.arch == arch]
-    if not rows:
+    if arch not in KERNEL_ARCHS:
         raise ValueError(
-            f"{device_name} is {arch}; kernels exist for {', '.join(sorted({s.arch for s in GPUS.values()}))}. "
+            f"{device_name} is {arch}; kernels exist for {', '.join(KERNEL_ARCHS)}. "
             "Run on a Hopper GPU (H100, H200, H20)."
         )
-    words = device_name.lower()
-    row = next(
-        (spec for spec in rows if all(word in words for word in spec.name.lower().split())),
-        next((spec for spec in rows if spec.name.split()[0].lower() in words), rows[0]),
-    )
-    return GpuSpec(
-        device_name, arch, num_sms, smem_bytes, row.read_gbps, row.fp8_tflops, row.l2_bytes, row.measured
+    rows = [spec for spec in GPUS.values() if spec.arch == arch]
+    words = set(device_name.lower().replace("-", " ").split())
+    named = [spec for spec in rows if spec.name.split()[0].lower() in words]
+    # "H100 PCIe" is the PCIe row, any other H100 (the driver says "H100 80GB HBM3") the SXM one.
+    exact = [spec for spec in named if set(spec.name.lower().split()) <= words]
+    row = (exact or named or [min(rows, key=lambda spec: spec.read_gbps)])[0]
+    return replace(
+        row,
+        name=device_name,
+        num_sms=num_sms,
+        smem_bytes=smem_bytes,
+        measured=row.measured and bool(named),
     )

@@ -9,14 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from functools import cached_property
 
-from jitmoe.plan.gpu import GpuSpec
+from jitmoe.plan.gpu import KERNEL_ARCHS, GpuSpec
 from jitmoe.plan.memory_map import MemoryMap, Region, align, ceil_div
-from jitmoe.plan.problem import MAX_TOKENS, QUANT_GROUP
+from jitmoe.plan.problem import QUANT_GROUP, MoeProblem
 
 WARP_THREADS = 32
 WARPGROUP_WARPS = 4
 REGISTER_FILE = 65_536  # 32-bit registers of one SM, handed to warps in multiples of 8 per thread
-ROW_GROUP = 8  # rows of gate and of up alternate in groups of 8: both land in one thread's accumulators
+ROW_GROUP = (
+    8  # rows of gate and of up alternate in groups of 8: both land in one thread's accumulators
+)
 
 
 class PlanError(ValueError):
@@ -84,7 +86,9 @@ class Plan:
     def check(self, gpu: GpuSpec) -> None:
         """Raise PlanError with a sentence if the plan cannot run on `gpu`."""
         if gpu.arch != self.arch:
-            raise PlanError(f"the plan is for {self.arch}, the {gpu.name} is {gpu.arch}; plan again for it")
+            raise PlanError(
+                f"the plan is for {self.arch}, the {gpu.name} is {gpu.arch}; plan again for it"
+            )
         check_roles(self.roles)
         if self.smem.num_bytes > gpu.smem_bytes:
             raise PlanError(
@@ -163,9 +167,18 @@ class MegaMoePlan(Plan):
     def roles(self) -> tuple[Role, ...]:
         return (
             Role("load", 1, self.producer_regs, "TMA: weight tiles into the ring"),
-            Role("schedule", 1, self.producer_regs, "claim tasks, publish them and their token rows"),
-            Role("gather", self.num_gather_warps, self.producer_regs, "token rows and scales into the ring"),
-            Role("math", self.num_math_warps, self.math_regs, "GEMMs, SwiGLU, re-quantise, combine"),
+            Role(
+                "schedule", 1, self.producer_regs, "claim tasks, publish them and their token rows"
+            ),
+            Role(
+                "gather",
+                self.num_gather_warps,
+                self.producer_regs,
+                "token rows and scales into the ring",
+            ),
+            Role(
+                "math", self.num_math_warps, self.math_regs, "GEMMs, SwiGLU, re-quantise, combine"
+            ),
         )
 
     @property
@@ -216,11 +229,21 @@ class MegaMoePlan(Plan):
         math, rows_apart = self.num_math_warps, 4 * self.num_gather_warps
         return MemoryMap(
             (
-                Region("weight_tiles", "u8", (stages, self.block_rows * self.block_k), 1024, "load -> math"),
-                Region("token_tiles", "u8", (stages, tokens * self.block_k), 1024, "gather -> math"),
+                Region(
+                    "weight_tiles",
+                    "u8",
+                    (stages, self.block_rows * self.block_k),
+                    1024,
+                    "load -> math",
+                ),
+                Region(
+                    "token_tiles", "u8", (stages, tokens * self.block_k), 1024, "gather -> math"
+                ),
                 Region("token_scales", "f32", (stages, tokens), 128, "gather -> math"),
                 Region("weight_scales", "f32", (stages, 4), 16, "gather -> math"),
-                Region("row_offsets", "u32", (rows_apart, tokens // rows_apart), 16, "gather's own"),
+                Region(
+                    "row_offsets", "u32", (rows_apart, tokens // rows_apart), 16, "gather's own"
+                ),
                 Region("transpose", "u8", (math, 1024), 128, "a math warp's own"),
                 Region("amax", "f32", (2, math, 64), 128, "math <-> math, by parity"),
                 Region("full", "u64", (stages,), 8, "load, gather -> math"),
@@ -231,7 +254,9 @@ class MegaMoePlan(Plan):
                 Region("task_rows", "u32", (slots, tokens), 16, "schedule -> gather, math"),
                 Region("row_start", "u32", (self.num_experts + 1,), 4, "routing -> schedule"),
                 Region("block_start", "u32", (self.num_experts + 1,), 4, "routing -> schedule"),
-                Region("local_rows", "u16", (max(self.num_local_pairs, 2),), 4, "routing -> schedule"),
+                Region(
+                    "local_rows", "u16", (max(self.num_local_pairs, 2),), 4, "routing -> schedule"
+                ),
             )
         )
 
@@ -260,8 +285,20 @@ class MegaMoePlan(Plan):
         return MemoryMap(
             (
                 Region("header", "u32", (64,), 256, "launch parity, exits, abort"),
-                Region("banks", "u32", (2, self.bank_words(num_tokens)), 256, "counters, by launch parity"),
-                Region("combine_count", "u32", (max(num_tokens, 1), self.num_tiles_2), 256, "self-resetting"),
+                Region(
+                    "banks",
+                    "u32",
+                    (2, self.bank_words(num_tokens)),
+                    256,
+                    "counters, by launch parity",
+                ),
+                Region(
+                    "combine_count",
+                    "u32",
+                    (max(num_tokens, 1), self.num_tiles_2),
+                    256,
+                    "self-resetting",
+                ),
             )
         )
 
@@ -278,7 +315,9 @@ class MegaMoePlan(Plan):
             Param("x_scale", "const float*", "[num_tokens, hidden/128], e4m3 only"),
             Param("topk_ids", "const u8*", "[num_tokens, top_k] i32 or i64"),
             Param("topk_weights", "const u8*", "[num_tokens, top_k] f32 or bf16"),
-            Param("w13_scale", "const float*", "[num_experts, ceil(2*intermediate/128), hidden/128]"),
+            Param(
+                "w13_scale", "const float*", "[num_experts, ceil(2*intermediate/128), hidden/128]"
+            ),
             Param("w2_scale", "const float*", "[num_experts, hidden/128, ceil(intermediate/128)]"),
             Param("y", "u16*", "[num_tokens, hidden] bf16"),
             Param("x_quant", "u8*", "scratch"),
@@ -308,14 +347,26 @@ class MegaMoePlan(Plan):
         )
 
     def check(self, gpu: GpuSpec) -> None:
-        super().check(gpu)
+        if self.arch not in KERNEL_ARCHS:
+            raise PlanError(
+                f"the kernel exists for {', '.join(KERNEL_ARCHS)}, the plan is for {self.arch}"
+            )
         if self.bucket not in ("decode", "prefill"):
             raise PlanError(f"bucket must be decode or prefill, got {self.bucket!r}")
+        try:
+            MoeProblem(0, self.hidden, self.intermediate, self.num_experts, self.top_k)
+        except ValueError as error:
+            raise PlanError(str(error)) from None
         if self.num_stages < 3:
-            raise PlanError(f"the ring needs 3 stages to keep loads in flight, got {self.num_stages}")
+            raise PlanError(
+                f"the ring needs 3 stages to keep loads in flight, got {self.num_stages}"
+            )
         if self.num_task_slots < 2:
             raise PlanError(f"claiming ahead needs 2 task slots, got {self.num_task_slots}")
-        if self.num_local_pairs > 65_536:
-            raise PlanError(f"local rows are 16-bit pair numbers, got room for {self.num_local_pairs}")
-        if self.bank_words(MAX_TOKENS) >= 2**31:
-            raise PlanError("a bank of counters must stay under 2^31 words")
+        if not 0 <= self.num_local_pairs <= 65_535:
+            raise PlanError(
+                f"local rows are 16-bit pair numbers, got room for {self.num_local_pairs:,}"
+            )
+        if not 1 <= self.unroll_k <= 8:
+            raise PlanError(f"unroll_k must be from 1 to 8 k-blocks, got {self.unroll_k}")
+        super().check(gpu)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 
 MAX_TOKENS = 262_144
 MAX_EXPERTS = 1_024
@@ -32,9 +33,15 @@ class MoeProblem:
     top_k: int
 
     def __post_init__(self):
-        _check_range("num_tokens", self.num_tokens, 0, MAX_TOKENS, "split the batch over several calls")
-        _check_range("num_experts", self.num_experts, 1, MAX_EXPERTS, "shard the experts over ranks")
-        _check_range("top_k", self.top_k, 1, MAX_TOP_K, "split the slots over two calls and add the results")
+        _check_range(
+            "num_tokens", self.num_tokens, 0, MAX_TOKENS, "split the batch over several calls"
+        )
+        _check_range(
+            "num_experts", self.num_experts, 1, MAX_EXPERTS, "shard the experts over ranks"
+        )
+        _check_range(
+            "top_k", self.top_k, 1, MAX_TOP_K, "split the slots over two calls and add the results"
+        )
         _check_multiple("hidden", self.hidden, QUANT_GROUP, MAX_HIDDEN)
         _check_multiple("intermediate", self.intermediate, 16, MAX_INTERMEDIATE)
 
@@ -77,13 +84,24 @@ def _blocks(channels: int) -> int:
 
 
 def _check_range(name, got, low, high, remedy):
-    if not isinstance(got, int) or not low <= got <= high:
-        raise ValueError(f"{name} must be an integer from {low} to {high:,}, got {got!r}; {remedy}")
+    if not _is_integer(got) or not low <= got <= high:
+        raise ValueError(
+            f"{name} must be an integer from {low} to {high:,}, got {_show(got)}; {remedy}"
+        )
 
 
 def _check_multiple(name, got, step, high):
-    if not isinstance(got, int) or not step <= got <= high or got % step:
+    if not _is_integer(got) or not step <= got <= high or got % step:
+        too_large = _is_integer(got) and got > high
+        remedy = "shard the layer" if too_large else "pad the weights with zeros to a multiple"
         raise ValueError(
-            f"{name} must be a multiple of {step} up to {high:,}, got {got!r}; "
-            f"pad the weights with zeros to the next multiple"
+            f"{name} must be a multiple of {step} up to {high:,}, got {_show(got)}; {remedy}"
         )
+
+
+def _is_integer(value) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _show(value) -> str:
+    return f"{value:,}" if _is_integer(value) else repr(value)

@@ -41,7 +41,9 @@ def view(array, name: str) -> DeviceArray:
     module = type(array).__module__
     if module.startswith("torch"):
         if not array.is_cuda:
-            raise TypeError(f"{name} must be on a GPU, got a tensor on {array.device}; move it with .cuda()")
+            raise TypeError(
+                f"{name} must be on a GPU, got a tensor on {array.device}; move it with .cuda()"
+            )
         dtype = str(array.dtype)[6:]
         return DeviceArray(
             array.data_ptr(),
@@ -85,17 +87,23 @@ def _view_cupy(array, family: str) -> DeviceArray:
 _numpy_names: dict = {}
 
 
-def check_array(got: DeviceArray, name: str, shape: tuple, dtypes: tuple[str, ...], device: int) -> None:
+def check_array(
+    got: DeviceArray, name: str, shape: tuple, dtypes: tuple[str, ...], device: int
+) -> None:
     """Raise ValueError, in one sentence, unless shape, dtype and device are as wanted; `None` is any size."""
     if got.dtype not in dtypes:
-        raise ValueError(f"{name} must have dtype {' or '.join(dtypes)}, got {got.dtype}; convert or view it")
+        raise ValueError(
+            f"{name} must have dtype {' or '.join(dtypes)}, got {got.dtype}; convert or view it"
+        )
     if len(got.shape) != len(shape) or any(
         want is not None and want != have for want, have in zip(shape, got.shape, strict=True)
     ):
         wanted = ", ".join("*" if want is None else str(want) for want in shape)
         raise ValueError(f"{name} must have shape [{wanted}], got {list(got.shape)}")
     if got.device != device:
-        raise ValueError(f"{name} is on GPU {got.device}, the weights are on GPU {device}; move one of them")
+        raise ValueError(
+            f"{name} is on GPU {got.device}, the weights are on GPU {device}; move one of them"
+        )
 
 
 def check_rows(got: DeviceArray, name: str, align_elements: int) -> None:
@@ -155,4 +163,6 @@ def stream_address(stream) -> int:
             return getattr(stream, attribute)
     if hasattr(stream, "__cuda_stream__"):
         return stream.__cuda_stream__()[1]
-    raise TypeError(f"stream must be an address or a CuPy or PyTorch stream, got {type(stream).__name__}")
+    raise TypeError(
+        f"stream must be an address or a CuPy or PyTorch stream, got {type(stream).__name__}"
+    )

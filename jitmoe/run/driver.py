@@ -59,7 +59,9 @@ def device_spec(device: int) -> GpuSpec:
     attribute = module.CUdevice_attribute
 
     def get(name):
-        return call(module.cuDeviceGetAttribute, getattr(attribute, f"CU_DEVICE_ATTRIBUTE_{name}"), handle)
+        return call(
+            module.cuDeviceGetAttribute, getattr(attribute, f"CU_DEVICE_ATTRIBUTE_{name}"), handle
+        )
 
     major, minor = get("COMPUTE_CAPABILITY_MAJOR"), get("COMPUTE_CAPABILITY_MINOR")
     name = call(module.cuDeviceGetName, 256, handle).split(b"\0")[0].decode()

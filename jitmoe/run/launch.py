@@ -35,7 +35,10 @@ class Kernel:
             smem,
         )
         blocks_per_sm = call(
-            module.cuOccupancyMaxActiveBlocksPerMultiprocessor, self.function, plan.num_threads, smem
+            module.cuOccupancyMaxActiveBlocksPerMultiprocessor,
+            self.function,
+            plan.num_threads,
+            smem,
         )
         self.grid = blocks_per_sm * device_spec(device).num_sms
         config = self._config = module.CUlaunchConfig()
@@ -66,11 +69,15 @@ class ParamBlock:
         params = plan.params
         fields = layout(params)
         num_maps = sum(param.ctype == "TensorMap" for param in params)
-        assert all(param.ctype == "TensorMap" for param in params[:num_maps]), "tensor maps come first"
+        assert all(param.ctype == "TensorMap" for param in params[:num_maps]), (
+            "tensor maps come first"
+        )
         formats = [_FORMATS.get(p.ctype, "Q") for p in params[num_maps:]]
         self._record = struct.Struct("".join(formats))  # native alignment, as in the C struct
         self._offset = 128 * num_maps
-        assert fields.num_bytes - self._offset - self._record.size < 64, "the record is not the struct"
+        assert fields.num_bytes - self._offset - self._record.size < 64, (
+            "the record is not the struct"
+        )
         self._buffer = ctypes.create_string_buffer(fields.num_bytes)
         self._address = ctypes.c_void_p(ctypes.addressof(self._buffer))
         self.pointers = ctypes.addressof(self._address)

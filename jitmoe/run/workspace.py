@@ -43,7 +43,9 @@ class Workspace:
     Two calls that may run at the same time need two workspaces.
     """
 
-    def __init__(self, device: int | None = None, max_tokens: int = 0, timeout_s: float | None = None):
+    def __init__(
+        self, device: int | None = None, max_tokens: int = 0, timeout_s: float | None = None
+    ):
         import cupy
 
         self.device = cupy.cuda.Device().id if device is None else device
@@ -53,7 +55,9 @@ class Workspace:
             raise ValueError(f"timeout_s must be above 0 and at most 3600 seconds, got {timeout_s}")
         self.timeout_us = max(1, int(timeout_s * 1e6))
         self.serial = next(_serials)  # unlike id(), never used again
-        self.generation = 0  # counts moves of the memory, so that callers know when pointers changed
+        self.generation = (
+            0  # counts moves of the memory, so that callers know when pointers changed
+        )
         self._scratch = None
         self._controls: dict[Plan, tuple[int, object]] = {}
         self._retired: list[object] = []
@@ -67,7 +71,11 @@ class Workspace:
     @property
     def num_bytes(self) -> int:
         """Device memory held now."""
-        arrays = [self._scratch, *(control for _, control in self._controls.values()), *self._retired]
+        arrays = [
+            self._scratch,
+            *(control for _, control in self._controls.values()),
+            *self._retired,
+        ]
         return sum(array.nbytes for array in arrays if array is not None)
 
     @property
@@ -81,7 +89,11 @@ class Workspace:
         Raises CaptureError where memory would have to grow during graph capture, MemoryError where there is none.
         """
         capacity, control = self._controls.get(plan, (0, None))
-        if capacity < num_tokens or self._scratch is None or self._scratch_bytes(plan, num_tokens) > self._scratch.nbytes:
+        if (
+            capacity < num_tokens
+            or self._scratch is None
+            or self._scratch_bytes(plan, num_tokens) > self._scratch.nbytes
+        ):
             if is_capturing(stream):
                 raise CaptureError(
                     f"the workspace must grow to {num_tokens} tokens, which a graph capture forbids; call "
@@ -89,9 +101,9 @@ class Workspace:
                 )
             capacity, control = self._grow(plan, max(num_tokens, self.max_tokens), stream)
         scratch, counters = plan.scratch(capacity), plan.control(capacity)
-        return {name: self._scratch.data.ptr + offset for name, offset in scratch.offsets.items()} | {
-            name: control.data.ptr + offset for name, offset in counters.offsets.items()
-        }
+        return {
+            name: self._scratch.data.ptr + offset for name, offset in scratch.offsets.items()
+        } | {name: control.data.ptr + offset for name, offset in counters.offsets.items()}
 
     def note_launch(self, stream: int) -> None:
         """A captured graph keeps the addresses of this launch: memory it uses is never freed from now on."""
@@ -116,7 +128,9 @@ class Workspace:
         old_capacity, old_control = self._controls.get(plan, (0, None))
         capacity = max(old_capacity, num_tokens)
         # Not for every token more: a quarter ahead, as far as that is less than 4096 tokens.
-        capacity = -(-max(capacity, min(old_capacity + old_capacity // 4, old_capacity + 4096)) // 64) * 64
+        capacity = (
+            -(-max(capacity, min(old_capacity + old_capacity // 4, old_capacity + 4096)) // 64) * 64
+        )
         with cupy.cuda.Device(self.device), cupy.cuda.ExternalStream(stream):
             try:
                 control = old_control

@@ -16,7 +16,10 @@ enum Wait : u32 {
 constexpr u32 kHeaderParity = 0;
 constexpr u32 kHeaderAbort = 32;
 
-DEVICE u64 global_timer_ns() { return emu::clock_ns(); }
+// Time in units of 1.024 us that wraps after 73 minutes: one register instead of two in every wait.
+DEVICE u32 global_timer_us() {
+    return u32(emu::clock_ns() >> 10);
+}
 
 DEVICE void exit_thread() { emu::exit_thread(); }
 
@@ -36,10 +39,10 @@ DEVICE void give_up(const Params& p, Wait what, u32 index, u32 expected) {
 template <typename Poll>
 DEVICE void wait_until(const Params& p, Wait what, u32 index, u32 expected, Poll poll) {
     if (poll()) return;
-    const u64 start = global_timer_ns();
+    const u32 start = global_timer_us();
     for (u32 polls = 1; !poll(); ++polls) {
         if (polls % 128 != 0) continue;
-        const bool expired = global_timer_ns() - start > u64(p.timeout_us) * 1000;
+        const bool expired = global_timer_us() - start > p.timeout_us;
         if (expired || load_relaxed_gpu(p.header + kHeaderAbort) != 0) give_up(p, what, index, expected);
     }
 }

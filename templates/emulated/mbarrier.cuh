@@ -8,6 +8,9 @@ DEVICE void arrive(u64* barrier) { emu::arrive(barrier, 0); }
 
 DEVICE void arrive_expect_bytes(u64* barrier, u32 bytes) { emu::arrive(barrier, bytes); }
 
+// One arrival, made when all earlier copy_*_async of this thread have landed. Counts among the barrier's arrivals.
+DEVICE void arrive_after_copies(u64* barrier) { emu::arrive_after_copies(barrier); }
+
 DEVICE bool try_wait(u64* barrier, u32 parity) { return emu::try_wait(barrier, parity); }
 
 DEVICE void wait_barrier(const Params& p, Wait what, u64* barrier, u32 index, u32 parity) {
@@ -15,7 +18,7 @@ DEVICE void wait_barrier(const Params& p, Wait what, u64* barrier, u32 index, u3
 }
 
 DEVICE void wait_in_flight(const Params& p, u64* barrier, u32 parity) {
-    const u64 start = global_timer_ns();
-    while (!try_wait(barrier, parity) && global_timer_ns() - start < u64(p.timeout_us) * 1000) {
+    const u32 start = global_timer_us();
+    while (!try_wait(barrier, parity) && global_timer_us() - start <= p.timeout_us) {
     }
 }

@@ -32,18 +32,11 @@ DEVICE u32 fetch_add_shared(u32* address, u32 value) {
     return emu::fetch_add(address, value, emu::kRelaxed, emu::kCta);
 }
 
-// Generic-proxy writes of this thread become visible to the async proxy (TMA, WGMMA) in shared memory.
+// Generic-proxy writes to shared memory that this thread made, or knows of by a barrier, come before what it starts in the
+// async proxy (TMA, WGMMA) from here on.
 DEVICE void fence_async_shared() { emu::fence_async_shared(); }
 
-// cp.async: copies by this thread, complete after wait_copies. They belong to the generic proxy.
+// cp.async: copies by this thread, in the generic proxy. arrive_after_copies (mbarrier.cuh) tells when they are complete.
 DEVICE void copy_16_async(void* shared, const void* global) { emu::copy_async(shared, global, 16); }
 
 DEVICE void copy_4_async(void* shared, const void* global) { emu::copy_async(shared, global, 4); }
-
-DEVICE void commit_copies() { emu::commit_copies(); }
-
-// All but the newest kNewest groups of this thread are complete and visible to it.
-template <u32 kNewest>
-DEVICE void wait_copies() {
-    emu::wait_copies(kNewest);
-}

@@ -82,6 +82,9 @@ DEVICE u32 num_blocks() { return emu::here.num_blocks; }
 // On the device a shuffle: all lanes meet.
 DEVICE u32 warp_idx() { return __shfl_sync(kFullMask, emu::here.thread / kWarpThreads, 0); }
 
+// On the device a reduction: all lanes meet, with one value.
+DEVICE u32 make_uniform(u32 value) { return emu::make_uniform(value); }
+
 template <typename T>
 DEVICE constexpr T min_of(T a, T b) {
     return a < b ? a : b;

@@ -22,12 +22,14 @@ JITMOE_ARROWS = {
     "plan": {"plan"},
     "jit": {"plan", "settings", "jit"},
     "run": {"plan", "jit", "settings", "run"},
+    "emulate": {"plan", "jit", "settings", "reference", "emulate"},
 }
 PACKAGES = {
     "settings.py": set(),
     "plan": set(),
     "jit": {"numpy", "jinja2", "cuda"},
     "run": {"numpy", "cupy", "cuda", "ml_dtypes", "torch"},
+    "emulate": {"numpy", "ml_dtypes", "ziglang"},
 }
 TOP_PACKAGES = {"numpy", "ml_dtypes", "rich", "typer", "cupy", "torch", "cuda"}
 LATE = {"cupy", "cuda", "torch"}
@@ -38,7 +40,7 @@ ORDER = {
     "run": ["driver", "arrays", "launch", "tma", "workspace"],
 }
 MODULE_LINES, ROOM_LINES, ROLE_LINES = 300, 80, 350
-LONGER_MODULES = {"plan/plan.py": 330}  # the fused layer's plan on one page
+LONGER_MODULES = {"plan/plan.py": 380}  # Plan and the one plan there is; the next family splits it
 
 
 def imports(path: Path) -> list[tuple[str, bool]]:
@@ -131,7 +133,8 @@ def test_device_templates_include_nothing():
 
 
 def test_only_rooms_constants_macros_and_wgmma_are_jinja():
-    jinja = {p.relative_to(TEMPLATES).as_posix() for p in TEMPLATES.rglob("*.jinja")}
+    paths = {p.relative_to(TEMPLATES).as_posix() for p in TEMPLATES.rglob("*.jinja")}
+    jinja = {path for path in paths if not path.startswith("emulated/")}
     rooms = {name for name in jinja if name.endswith(".cu.jinja")}
     assert jinja - rooms == {"constants.cuh.jinja", "macros.jinja", "device/wgmma.cuh.jinja"}
 

@@ -30,13 +30,12 @@ u32 fetch_add(u32* address, u32 value, Order order, Scope scope);
 u32 compare_and_swap(u32* address, u32 expected, u32 desired, Order order, Scope scope);
 void fence_async_shared();
 void copy_async(void* shared, const void* global, u32 num_bytes);
-void commit_copies();
-void wait_copies(u32 num_newest);
 
 // mbarriers.
 void init_barrier(u64* barrier, u32 arrivals);
 void fence_barrier_init();
 void arrive(u64* barrier, u32 expect_bytes);
+void arrive_after_copies(u64* barrier);
 bool try_wait(u64* barrier, u32 parity);
 
 // Tensor copies: `map` is a TensorMap as jitmoe/emulate/tensor_map.py encodes it.
@@ -46,6 +45,7 @@ void load_tile(void* tile, const void* map, u64* full, u32 rank, const int* coor
 enum Shuffle : u32 { kIndex, kUp, kXor };
 u32 shuffle(Shuffle kind, u32 mask, u32 value, u32 argument, u32 line);
 u32 ballot(u32 mask, bool predicate, u32 line);
+u32 make_uniform(u32 value);
 u32 match_any(u32 mask, u32 value, u32 line);
 void sync_warp(u32 mask);
 void sync_block();

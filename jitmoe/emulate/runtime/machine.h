@@ -60,9 +60,8 @@ struct Fiber {
     const u32* polled = nullptr;  // the flag that its last operation loaded, and what it saw
     u32 polled_value = 0;
 
-    std::vector<AsyncCopy> copies;     // cp.async, oldest first
-    std::deque<u32> copy_groups;       // committed groups: number of copies in each
-    u32 open_copies = 0;               // of the group not committed yet
+    std::deque<AsyncCopy> copies;  // cp.async under way, oldest first
+    u64 first_copy = 0;            // number of copies.front()
 
     u32 wgmma_position = 0;  // in its warp's stream
     bool wgmma_fenced = false;
@@ -194,7 +193,7 @@ std::string shared_name(u32 address);
 std::string address_name(const void* pointer);
 void check_shared(const void* pointer, u32 num_bytes, u32 alignment, const char* what);
 void check_global(const void* pointer, u32 num_bytes, u32 alignment, bool write, const char* what);
-void land_copies(Fiber& fiber, u32 num_left);
+void land_copies(Fiber& fiber, u64 end);
 void wake_pollers(bool all, const void* address);
 bool any_pollers();
 

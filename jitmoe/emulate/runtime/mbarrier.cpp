@@ -42,17 +42,39 @@ static void complete_if_due(Mbarrier& barrier) {
     for (Fiber* fiber : waiters) wake(fiber);
 }
 
-void arrive(u64* barrier, u32 expect_bytes) {
-    maybe_switch();
-    const u32 address = shared_address(barrier);
-    Mbarrier& b = find(machine.current->block, address, "mbarrier.arrive");
-    // "expect_tx increases the tx-count by its operand, before the arrive."
+// "expect_tx increases the tx-count by its operand, before the arrive."
+static void arrive_at(u32 block, u32 address, u32 expect_bytes) {
+    Mbarrier& b = find(block, address, "mbarrier.arrive");
     b.tx_bytes += expect_bytes;
     if (b.tx_bytes > kMaxTxBytes) fail("%s expects more than %lld bytes", shared_name(address).c_str(), kMaxTxBytes);
     if (b.pending == 0) fail("more than %u arrivals in a phase of %s", b.expected, shared_name(address).c_str());
     b.pending -= 1;
     machine.progress += 1;
     complete_if_due(b);
+}
+
+void arrive(u64* barrier, u32 expect_bytes) {
+    maybe_switch();
+    arrive_at(machine.current->block, shared_address(barrier), expect_bytes);
+}
+
+static void check_alive(u32 block, const char* what) {
+    if (machine.blocks[block].num_live == 0 && !machine.expired) fail("%s lands in block %u, which is over", what, block);
+}
+
+// cp.async.mbarrier.arrive: "an arrive-on operation is triggered when all prior cp.async operations of the executing
+// thread complete"; with .noinc it is one of the expected arrivals.
+void arrive_after_copies(u64* barrier) {
+    maybe_switch();
+    Fiber* self = machine.current;
+    const u32 address = shared_address(barrier);
+    const u64 end = self->first_copy + self->copies.size();
+    find(self->block, address, "cp.async.mbarrier.arrive");
+    later(machine.max_delay, [=] {
+        check_alive(self->block, "cp.async");
+        land_copies(*self, end);
+        arrive_at(self->block, address, 0);
+    });
 }
 
 void complete_bytes(u32 block, u32 address, u32 num_bytes) {
@@ -109,7 +131,7 @@ struct TileCopy {
 static void copy_rows(const TileCopy& copy, u32 begin, u32 end) {
     const EmulatedMap& map = copy.map;
     u8* shared = machine.blocks[copy.block].shared;
-    if (machine.blocks[copy.block].num_live == 0) fail("a tensor copy lands in block %u, which is over", copy.block);
+    check_alive(copy.block, "a tensor copy");
     for (u32 row = begin; row < end; ++row) {
         const u8* source = map.data;
         bool inside = true;

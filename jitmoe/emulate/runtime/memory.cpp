@@ -154,18 +154,19 @@ u32 compare_and_swap(u32* address, u32 expected, u32 desired, Order, Scope) {
 
 void fence_async_shared() { maybe_switch(); }
 
-// cp.async: "the operation is performed asynchronously; writes are made visible to the executing thread after
-// wait_group". Each copy lands at once or, as late as may be, at the wait; until then its bytes are poison.
+// cp.async: "the copy is asynchronous and its writes are seen by whoever waits for its completion". Each copy lands at
+// once or, as late as may be, when its completion is announced; until then its bytes are poison.
 
 static void land(AsyncCopy& copy) {
     if (!copy.landed) std::memcpy(copy.shared, copy.global, copy.num_bytes);
     copy.landed = true;
 }
 
-void land_copies(Fiber& fiber, u32 num_left) {
-    while (fiber.copies.size() > num_left) {
+// The copies of the thread before number `end`.
+void land_copies(Fiber& fiber, u64 end) {
+    for (; fiber.first_copy < end; ++fiber.first_copy) {
         land(fiber.copies.front());
-        fiber.copies.erase(fiber.copies.begin());
+        fiber.copies.pop_front();
     }
 }
 
@@ -173,29 +174,10 @@ void copy_async(void* shared, const void* global, u32 num_bytes) {
     maybe_switch();
     check_shared(shared, num_bytes, num_bytes, "cp.async");
     check_global(global, num_bytes, num_bytes, false, "cp.async");
-    Fiber* self = machine.current;
     AsyncCopy copy{shared, global, num_bytes, false};
     std::memset(shared, 0xff, num_bytes);
     if (machine.random.below(100) >= machine.late_percent) land(copy);
-    self->copies.push_back(copy);
-    self->open_copies += 1;
-}
-
-void commit_copies() {
-    maybe_switch();
-    Fiber* self = machine.current;
-    self->copy_groups.push_back(self->open_copies);
-    self->open_copies = 0;
-}
-
-// "wait_group N: wait until N or fewer of the most recent groups are pending and all prior groups are complete."
-void wait_copies(u32 num_newest) {
-    maybe_switch();
-    Fiber* self = machine.current;
-    u32 num_left = self->open_copies;
-    while (self->copy_groups.size() > num_newest) self->copy_groups.pop_front();
-    for (u32 num : self->copy_groups) num_left += num;
-    land_copies(*self, num_left);
+    machine.current->copies.push_back(copy);
 }
 
 }  // namespace emu

@@ -235,7 +235,6 @@ u64 clock_ns() { return machine.step * kClockStepNs; }
 
 void exit_thread() {
     Fiber* self = machine.current;
-    land_copies(*self, 0);
     self->state = Fiber::kExited;
     machine.num_exited += 1;
     machine.progress += 1;

@@ -86,6 +86,18 @@ u32 ballot(u32 mask, bool predicate, u32 line) {
     return machine.current->result;
 }
 
+static void finish_make_uniform(Block&, Warp& warp, Fiber* lanes) {
+    for (u32 lane = 0; lane < kWarpLanes; ++lane) {
+        if (warp.collective.values[lane] != warp.collective.values[0]) fail("make_uniform: lanes have different values");
+        lanes[lane].result = warp.collective.values[0];
+    }
+}
+
+u32 make_uniform(u32 value) {
+    meet("redux.sync.or", kAllLanes, 0, 0, {value}, finish_make_uniform);
+    return machine.current->result;
+}
+
 static void finish_match_any(Block&, Warp& warp, Fiber* lanes) {
     const Collective& c = warp.collective;
     for (u32 lane = 0; lane < kWarpLanes; ++lane) {

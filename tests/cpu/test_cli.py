@@ -1,0 +1,314 @@
+"""Every command, in-process and as a program, with good input and bad."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from jitmoe import demo, doctor, prebuild
+from jitmoe.cli import app
+from jitmoe.emulate import compile as host
+from jitmoe.jit import build, nvrtc
+from jitmoe.plan.gpu import GPUS, KERNEL_ARCHS
+from jitmoe.plan.models import MODELS
+from jitmoe.run import driver
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ["--hidden", "256", "--intermediate", "144", "--experts", "4", "--top-k", "2"]
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    """The same on every machine."""
+    for module in (driver, demo):
+        monkeypatch.setattr(module, "num_devices", lambda: 0)
+
+
+def invoke(*args, code=0):
+    result = CliRunner().invoke(app, [str(arg) for arg in args])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == code, result.output
+    return result
+
+
+def program(*args, code=0, cwd=ROOT, **environment):
+    result = subprocess.run(
+        [sys.executable, "-m", "jitmoe", *map(str, args)],
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == code, result.stdout + result.stderr
+    return result
+
+
+def refusal(*args):
+    """The sentence on stderr for a mistake of the user."""
+    result = invoke(*args, code=2)
+    assert result.stdout == "" and result.stderr.startswith("jitmoe: ")
+    assert result.stderr.count("\n") == 1, "one sentence"
+    return result.stderr
+
+
+def test_help_and_version():
+    text = invoke("--help").stdout
+    for command in ("plan", "show", "warmup", "cache", "doctor", "demo"):
+        assert command in text and invoke(command, "--help").stdout
+    for command in ("info", "list", "verify", "clear", "export", "import"):
+        assert command in invoke("cache", "--help").stdout
+    assert program("--version").stdout.startswith("jitmoe")
+    assert "Usage" in program("no-such-command", code=2).stderr
+
+
+@pytest.mark.parametrize("gpu", [name for name in GPUS if GPUS[name].arch in KERNEL_ARCHS])
+@pytest.mark.parametrize("name", MODELS)
+def test_plan_of_every_preset(name, gpu):
+    text = invoke("plan", "--model", name, "--tokens", "64", "--gpu", gpu).stdout
+    for word in ("bucket", "registers", "weight_tiles", "stages", "floor", "bound by", "limits"):
+        assert word in text
+    assert GPUS[gpu].name in text and f"{GPUS[gpu].num_sms} x 1" in text
+
+
+def test_plan_says_what_was_decided():
+    text = invoke("plan", "--model", "deepseek-v3", "--ep", "8", "--tokens", "64").stdout
+    assert "deepseek-v3, one rank of 8: 64 tokens" in text and "32 experts" in text
+    assert "decode, which serves 0 to 256 tokens" in text
+    assert "bound by memory" in text
+    assert not any(line.endswith(" ") for line in text.splitlines())
+    prefill = invoke("plan", "--model", "deepseek-v3", "--ep", "8", "--tokens", "8192").stdout
+    assert "prefill, which serves 257 to 262,144" in prefill and "bound by math" in prefill
+
+
+def test_plan_as_json():
+    report = json.loads(invoke("plan", *SMALL, "--tokens", "0", "--json").stdout)
+    assert report["problem"] == {
+        "num_tokens": 0,
+        "hidden": 256,
+        "intermediate": 144,
+        "num_experts": 4,
+        "top_k": 2,
+    }
+    assert report["grid"] == [132, 1] and report["gpu"]["name"] == "H200"
+    assert sum(len(range(*warps(role))) for role in report["roles"]) * 32 == report["num_threads"]
+    last = report["smem"][-1]
+    assert last["offset"] + last["bytes"] * last["count"] <= report["smem_bytes"]
+    assert report["smem_bytes"] <= report["smem_limit_bytes"]
+    assert report["floor_us"] == max(report["floor_memory_us"], report["floor_math_us"])
+    assert report["workspace_bytes"] > 0 and report["num_stages"] == report["plan"]["num_stages"]
+
+
+def warps(role):
+    first, _, last = role["warps"].partition("..")
+    return int(first), int(last or first) + 1
+
+
+def test_layer_by_config(tmp_path):
+    config = {"model_type": "my_moe", "hidden_size": 512, "moe_intermediate_size": 320}
+    config |= {"num_experts": 16, "num_experts_per_tok": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for path in (tmp_path, tmp_path / "config.json"):
+        text = invoke("plan", "--config", path, "--ep", "2").stdout
+        assert "my_moe, one rank of 2: 32 tokens, hidden 512, intermediate 320, 8 experts" in text
+
+
+@pytest.mark.parametrize("command", ["plan", "show", "warmup"])
+@pytest.mark.parametrize(
+    "args, parts",
+    [
+        ([], ["--model", "--config", "--hidden"]),
+        (["--model", "glm-4.5", "--hidden", "512"], ["one way"]),
+        (["--model", "deepseek"], ["deepseek-v3", "got 'deepseek'", "did you mean"]),
+        (["--hidden", "512", "--top-k", "2"], ["--intermediate", "--experts"]),
+        (["--config", "/no/such/file.json"], ["/no/such/file.json"]),
+        (["--model", "glm-4.5", "--ep", "7"], ["ep must divide", "160", "7"]),
+        (
+            ["--hidden", "500", "--intermediate", "64", "--experts", "4", "--top-k", "2"],
+            ["hidden must be a multiple of 128", "500", "pad"],
+        ),
+    ],
+)
+def test_layers_that_are_not(command, args, parts):
+    message = refusal(command, *args)
+    assert all(part in message for part in parts), message
+
+
+def test_other_mistakes(tmp_path):
+    assert "gpu must be one of" in refusal("plan", *SMALL, "--gpu", "a100")
+    assert "kernel exists for sm_90a" in refusal("plan", *SMALL, "--gpu", "b200")
+    assert "num_tokens must be" in refusal("plan", *SMALL, "--tokens", "-1")
+    assert "arch must be sm_90a, got 'sm_80'" in refusal("warmup", *SMALL, "--arch", "sm_80")
+    assert "model must be one of" in refusal("demo", "--model", "gpt-2")
+    assert "existing folder" in refusal("cache", "export", tmp_path / "no" / "pack.tar.gz")
+    for args in (["plan", "--tokens", "many"], ["warmup", *SMALL, "-j", "0"]):
+        assert "Invalid value" in invoke(*args, code=2).stderr
+    assert "does not exist" in invoke("cache", "import", tmp_path / "none", code=2).stderr
+
+
+def test_bad_setting_is_a_sentence(monkeypatch):
+    monkeypatch.setenv("JITMOE_LINEINFO", "perhaps")
+    assert "JITMOE_LINEINFO must be 0 or 1, got 'perhaps'" in refusal("warmup", *SMALL)
+
+
+@pytest.mark.parametrize("tokens", [1, 8192])
+def test_show(tokens):
+    text = invoke("show", "--model", "qwen3-30b-a3b", "--tokens", tokens, "--plain").stdout
+    assert text == invoke("show", "--model", "qwen3-30b-a3b", "--tokens", tokens).stdout
+    assert text.startswith("// mega_moe") and 'extern "C" __global__' in text
+    assert "#include" not in text and "\x1b[" not in text
+
+
+def test_show_into_a_pipe_that_closes():
+    command = f"{sys.executable} -m jitmoe show --model mixtral-8x7b | head -n 1"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    result = subprocess.run(
+        command, shell=True, env=environment, cwd=ROOT, capture_output=True, text=True
+    )
+    assert result.stdout.startswith("// mega_moe") and result.stderr == ""
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    """An empty cache, and no kernel in memory."""
+    monkeypatch.setenv("JITMOE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "_memo", {})
+    return tmp_path / "cache"
+
+
+def test_warmup_and_the_way_of_a_cache(own_cache, tmp_path):
+    assert "kernels    0, 0 bytes" in invoke("cache", "info").stdout
+    assert not own_cache.exists(), "looking creates nothing"
+
+    text = invoke("warmup", *SMALL, "-j", "2").stdout
+    assert "2 of 2 kernels ready" in text and text.count("compiled in") == 2
+    assert text.count(f"-> {own_cache}") == 2 and " 0 bytes spilled" in text
+    assert program("warmup", *SMALL).stdout.count("from disk in") == 2
+
+    listed = invoke("cache", "list").stdout
+    assert listed.count("sm_90a") == listed.count("hidden=256 intermediate=144") == 2
+    assert "bucket=decode" in listed and "bucket=prefill" in listed
+    assert "2 kernels whole, 0 damaged" in invoke("cache", "verify").stdout
+
+    pack = tmp_path / "pack.tar.gz"
+    assert "2 kernels" in invoke("cache", "export", pack).stdout
+    assert "2 kernels removed" in invoke("cache", "clear").stdout
+    assert invoke("cache", "list").stdout == ""
+    assert "2 kernels" in invoke("cache", "import", pack).stdout
+    assert invoke("cache", "list").stdout.count("sm_90a") == 2
+    assert program("warmup", *SMALL).stdout.count("from disk in") == 2
+    assert "0 kernels removed" in invoke("cache", "clear", "--older-than", "1").stdout
+
+    cubin = next(own_cache.glob("*/kernel.cubin"))
+    cubin.write_bytes(cubin.read_bytes()[:1000])
+    assert "1 kernels whole, 1 damaged" in invoke("cache", "verify", code=1).stdout
+    assert "DAMAGED" in invoke("cache", "list").stdout
+    assert program("warmup", *SMALL).stdout.count("compiled in") == 1
+    assert "2 kernels whole" in invoke("cache", "verify").stdout
+
+
+def test_import_of_something_else(own_cache):
+    result = invoke("cache", "import", ROOT / "README.md", code=1)
+    assert "no pack of kernels" in result.stderr and not list(own_cache.glob("mega_moe*"))
+
+
+def test_warmup_that_fails(own_cache, monkeypatch):
+    def refuse(plan):
+        raise nvrtc.CompileError("mega_moe compiles badly", "ptxas said no")
+
+    monkeypatch.setattr(build, "build", refuse)
+    result = invoke("warmup", *SMALL, code=1)
+    assert "0 of 2 kernels ready" in result.stdout
+    assert result.stderr.count("mega_moe compiles badly") == 2 and "ptxas said no" in result.stderr
+
+
+def test_warmup_without_a_compiler(own_cache, monkeypatch):
+    def missing():
+        raise nvrtc.ToolchainError("NVRTC was not found; install jitmoe[cu12]")
+
+    monkeypatch.setattr(prebuild, "version", missing)
+    assert "install jitmoe[cu12]" in invoke("warmup", *SMALL, code=1).stderr
+
+
+def test_doctor_without_a_gpu(own_cache):
+    text = program("doctor", CUDA_VISIBLE_DEVICES="", JITMOE_CASH_DIR="x").stdout
+    found = {line.split()[1]: line.split()[0] for line in text.splitlines() if line[:1].isalpha()}
+    for name in ("python", "cuda-bindings", "cuda-core", "nvrtc", "compile", "templates", "cache"):
+        assert found[name] == "ok", text
+    assert "JITMOE_CASH_DIR is no switch" in text and "missing" not in found.values()
+    assert not own_cache.exists()
+
+
+def test_doctor_finds_what_is_missing(monkeypatch):
+    def missing(*args):
+        raise nvrtc.ToolchainError("NVRTC was not found")
+
+    monkeypatch.setattr(nvrtc, "version", missing)
+    monkeypatch.setattr(nvrtc, "compile", missing)
+    monkeypatch.setattr(host, "compiler", missing)
+    monkeypatch.setenv("JITMOE_TIMEOUT_S", "soon")
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    text = invoke("doctor", code=1).stdout
+    assert "missing nvrtc" in text and "missing compile" in text and "pip install" in text
+    assert "note    c++ compiler" in text and "JITMOE_TIMEOUT_S must be" in text
+    assert "note    cupy" in text and "Traceback" not in text
+
+
+def test_doctor_survives_a_broken_check(monkeypatch):
+    monkeypatch.setattr(doctor, "_templates", lambda: 1 / 0)
+    findings = {finding.name: finding for finding in doctor.examine()}
+    assert findings["templates"].status == "missing"
+    assert "ZeroDivisionError" in findings["templates"].text
+    assert "cache" in findings
+
+
+@pytest.mark.parametrize("kind", ["file in the way", "home unset", "off", "pack"])
+def test_doctor_on_caches(kind, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    if kind == "file in the way":
+        monkeypatch.setenv("JITMOE_CACHE_DIR", str(tmp_path / "file" / "cache"))
+        assert "is no folder" in cache_finding().text
+    elif kind == "off":
+        monkeypatch.setenv("JITMOE_NO_CACHE", "1")
+        assert "JITMOE_NO_CACHE is set" in cache_finding().text
+    elif kind == "pack":
+        monkeypatch.setenv("JITMOE_CACHE_DIR", f"{tmp_path}/new:{tmp_path}")
+        findings = [finding.text for finding in doctor._cache()]
+        assert "to be created" in findings[0] and "read only" in findings[1]
+    else:
+        monkeypatch.setattr("jitmoe.jit.cache.directories", lambda: (None, ()))
+        assert "HOME is not set" in cache_finding().text
+
+
+def cache_finding():
+    (finding,) = doctor._cache()
+    assert finding.status == "note"
+    return finding
+
+
+def test_demo_without_a_gpu(own_cache):
+    text = program("demo", "--model", "qwen3-30b-a3b", "--ep", "4", CUDA_VISIBLE_DEVICES="").stdout
+    assert "2 of 2 kernels ready" in text and "registers, 0 bytes spilled" in text
+    assert "PASS" in text and "No kernel was executed" in text
+
+
+def test_demo_fails_if_the_oracle_is_wrong(own_cache, monkeypatch):
+    monkeypatch.setattr(demo, "oracle_error", lambda: 1e-3)
+    monkeypatch.setattr(prebuild, "prebuild", lambda *args: True)
+    assert "FAIL" in invoke("demo", code=1).stdout
+
+
+def test_loops_notice_swapped_gate_and_up():
+    """The demo's own check of the oracle is worth something: it is not blind to the layout."""
+    right = demo.layer_by_loops
+    try:
+        demo.layer_by_loops = lambda *args: right(*args[:4], args[4][:, ::-1], *args[5:])
+        assert demo.oracle_error() > 1e-2
+    finally:
+        demo.layer_by_loops = right
+    assert demo.oracle_error() < 1e-12

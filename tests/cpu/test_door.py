@@ -1,0 +1,258 @@
+"""What mega_moe() and ExpertWeights refuse, naming what was got, what is allowed, what to do."""
+
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jitmoe import ExpertWeights, MoeProblem, mega_moe, workspace_bytes
+from jitmoe.plan.gpu import gpu_spec
+from jitmoe.plan.heuristics import choose
+
+EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, TOKENS = 4, 512, 192, 2, 3
+
+
+class FakeArray:
+    """What the door looks at in a CuPy array, and no memory behind it."""
+
+    def __init__(self, shape, dtype, strides=None, ptr=1 << 20, device=0):
+        self.shape = tuple(shape)
+        dense = [int(np.prod(shape[i + 1 :])) for i in range(len(shape))]
+        self.dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
+        self.itemsize = self.dtype.itemsize
+        self.strides = tuple(self.itemsize * s for s in (strides or dense))
+        self.data = SimpleNamespace(ptr=ptr, device_id=device)
+
+
+FakeArray.__module__ = "cupy.fake"
+
+
+class FakeTensor:
+    """A PyTorch tensor on the host."""
+
+    is_cuda, device = False, "cpu"
+
+
+FakeTensor.__module__ = "torch"
+
+
+class FakeWorkspace:
+    def __init__(self, device=0):
+        self.device = device
+
+    def check(self):
+        pass
+
+
+def weight_arrays(experts=EXPERTS, hidden=HIDDEN, intermediate=INTERMEDIATE):
+    rows = 2 * intermediate
+    return {
+        "w13": FakeArray((experts, rows, hidden), "float8_e4m3fn"),
+        "w2": FakeArray((experts, hidden, intermediate), "uint8"),
+        "w13_scale": FakeArray((experts, -(-rows // 128), hidden // 128), "float32"),
+        "w2_scale": FakeArray((experts, hidden // 128, -(-intermediate // 128)), "float32"),
+    }
+
+
+def call_arrays(tokens=TOKENS):
+    return {
+        "x": FakeArray((tokens, HIDDEN), "bfloat16"),
+        "topk_ids": FakeArray((tokens, TOP_K), "int64"),
+        "topk_weights": FakeArray((tokens, TOP_K), "float32"),
+        "out": FakeArray((tokens, HIDDEN), "uint16"),
+    }
+
+
+def layer_weights():
+    return ExpertWeights(**weight_arrays())
+
+
+def refusal(call, kind=ValueError):
+    with pytest.raises(kind) as error:
+        call()
+    message = str(error.value)
+    assert "\n" not in message and len(message) < 300, "one sentence"
+    return message
+
+
+def test_weights_are_read():
+    weights = layer_weights()
+    assert (weights.num_experts, weights.hidden, weights.intermediate) == (4, 512, 192)
+    assert weights.device == 0
+    assert repr(weights) == "ExpertWeights(num_experts=4, hidden=512, intermediate=192, device=0)"
+    assert weights.num_bytes == 4 * MoeProblem(1, 512, 192, 4, 2).expert_bytes
+
+
+def strided(shape, dtype, strides):
+    return FakeArray(shape, dtype, strides)
+
+
+@pytest.mark.parametrize(
+    "name, array",
+    [
+        ("w13", strided((4, 384, 512), "uint8", (400_000, 1024, 1))),
+        ("w2", strided((4, 512, 192), "float8_e4m3fn", (512 * 256, 256, 1))),
+        ("w13_scale", strided((4, 3, 4), "float32", (100, 9, 1))),
+    ],
+)
+def test_strided_weights_are_taken(name, array):
+    weights = ExpertWeights(**weight_arrays() | {name: array})
+    assert getattr(weights, name).strides == tuple(s // array.itemsize for s in array.strides)
+
+
+@pytest.mark.parametrize(
+    "changes, parts",
+    [
+        ({"w13": FakeArray((384, 512), "uint8")}, ["[num_experts, 2 * intermediate", "[384, 512]"]),
+        ({"w13": FakeArray((4, 383, 512), "uint8")}, ["2 * intermediate", "[4, 383, 512]"]),
+        (
+            {"w13": FakeArray((4, 384, 512), "bfloat16")},
+            ["w13", "e4m3 or u8", "got bf16", "convert"],
+        ),
+        ({"w2": FakeArray((4, 512, 191), "uint8")}, ["w2", "[4, 512, 192]", "got [4, 512, 191]"]),
+        ({"w2": FakeArray((4, 192, 512), "uint8")}, ["w2", "[4, 512, 192]", "got [4, 192, 512]"]),
+        ({"w2": FakeArray((4, 512, 192), "uint8", device=1)}, ["w2", "GPU 1", "GPU 0", "move"]),
+        ({"w2_scale": FakeArray((4, 4, 1), "float32")}, ["w2_scale", "[4, 4, 2]", "got [4, 4, 1]"]),
+        ({"w13_scale": FakeArray((4, 4, 4), "float32")}, ["w13_scale", "[4, 3, 4]", "[4, 4, 4]"]),
+        ({"w13_scale": FakeArray((4, 3, 4), "float16")}, ["w13_scale", "f32", "got f16"]),
+        (
+            {"w13": strided((4, 384, 512), "uint8", (384 * 520, 520, 1))},
+            ["w13", "multiples of 16 bytes", "520", "copy"],
+        ),
+        ({"w2": FakeArray((4, 512, 192), "uint8", ptr=8)}, ["w2", "16 bytes", "0x8", "copy"]),
+        (
+            {"w13": strided((4, 384, 512), "uint8", (384 * 512, 1, 384))},
+            ["w13", "dense", "384", "contiguous"],
+        ),
+        (
+            {"w13_scale": strided((4, 3, 4), "float32", (12, 1, 3))},
+            ["w13_scale", "dense", "[12, 1, 3]", "contiguous"],
+        ),
+    ],
+)
+def test_weights_that_do_not_fit(changes, parts):
+    message = refusal(lambda: ExpertWeights(**weight_arrays() | changes))
+    assert all(part in message for part in parts), message
+
+
+@pytest.mark.parametrize(
+    "sizes, parts",
+    [
+        ({"hidden": 520}, ["hidden", "multiple of 128", "520", "pad"]),
+        ({"hidden": 16_512}, ["hidden", "16,384", "16,512", "shard"]),
+        ({"intermediate": 24}, ["intermediate", "multiple of 16", "24", "pad"]),
+        ({"experts": 1025}, ["num_experts", "1,024", "1,025", "shard"]),
+        ({"experts": 0}, ["num_experts", "from 1", "0"]),
+    ],
+)
+def test_sizes_without_a_kernel(sizes, parts):
+    message = refusal(lambda: ExpertWeights(**weight_arrays(**sizes)))
+    assert all(part in message for part in parts), message
+
+
+@pytest.mark.parametrize("host", [np.zeros((3, 512), np.uint16), [[1.0]], None, 3.0])
+@pytest.mark.parametrize("name", ["x", "topk_ids", "topk_weights"])
+def test_host_arrays(name, host):
+    message = refusal(
+        lambda: mega_moe(weights=layer_weights(), **call_arrays() | {name: host}), TypeError
+    )
+    assert message.startswith(f"{name} must be a GPU array, got ") and "cupy.asarray" in message
+
+
+def test_host_tensors_and_strangers():
+    arrays = weight_arrays()
+    message = refusal(lambda: ExpertWeights(**arrays | {"w2": FakeTensor()}), TypeError)
+    assert "w2 must be on a GPU, got a tensor on cpu" in message and ".cuda()" in message
+    pytest.importorskip("cupy")
+    message = refusal(lambda: ExpertWeights(**arrays | {"w2": object()}), TypeError)
+    assert "w2 must be a GPU array" in message and "DLPack" in message and "object" in message
+
+
+def test_weights_must_be_wrapped():
+    message = refusal(lambda: mega_moe(weights=weight_arrays(), **call_arrays()), TypeError)
+    assert "jitmoe.ExpertWeights" in message and "got dict" in message and "wrap" in message
+
+
+E4M3 = FakeArray((TOKENS, HIDDEN), "float8_e4m3fn")
+SCALE = FakeArray((TOKENS, HIDDEN // 128), "float32")
+
+
+@pytest.mark.parametrize(
+    "changes, parts",
+    [
+        ({"x": E4M3}, ["x is e4m3", "no scales", "x=(x_fp8, x_scale)"]),
+        ({"x": FakeArray((3, 512), "float32")}, ["x must", "bf16 or u16", "got f32", "convert"]),
+        ({"x": FakeArray((3, 256), "bfloat16")}, ["x must", "[*, 512]", "got [3, 256]"]),
+        ({"x": FakeArray((512,), "bfloat16")}, ["x must", "[*, 512]", "got [512]"]),
+        ({"x": FakeArray((3, 512), "bfloat16", device=2)}, ["x is on GPU 2", "GPU 0", "move"]),
+        ({"x": strided((3, 512), "bfloat16", (1, 3))}, ["x must be dense", "[1, 3]", "contiguous"]),
+        ({"x": strided((3, 512), "bfloat16", (513, 1))}, ["rows of x", "16 bytes", "513", "copy"]),
+        ({"x": strided((3, 512), "bfloat16", (-512, 1))}, ["rows of x", "-512", "copy"]),
+        ({"x": FakeArray((3, 512), "bfloat16", ptr=1026)}, ["rows of x", "0x402", "copy"]),
+        (
+            {"x": (E4M3, FakeArray((3, 3), "float32"))},
+            ["x_scale must", "[3, 4]", "got [3, 3]"],
+        ),
+        ({"x": (E4M3, FakeArray((3, 4), "float64"))}, ["x_scale must", "f32", "got f64"]),
+        (
+            {"x": (FakeArray((3, 512), "bfloat16"), SCALE)},
+            ["x must", "e4m3 or u8", "got bf16", "convert"],
+        ),
+        ({"topk_ids": FakeArray((3, 2), "float32")}, ["topk_ids must", "i32 or i64", "got f32"]),
+        ({"topk_ids": FakeArray((4, 2), "int32")}, ["topk_ids must", "[3, *]", "got [4, 2]"]),
+        ({"topk_ids": strided((3, 2), "int32", (4, 1))}, ["topk_ids", "contiguous", "[4, 1]"]),
+        ({"topk_weights": FakeArray((3, 3), "float32")}, ["topk_weights", "[3, 2]", "got [3, 3]"]),
+        ({"topk_weights": FakeArray((3, 2), "float16")}, ["topk_weights", "f32", "got f16"]),
+        (
+            {"topk_weights": strided((3, 2), "float32", (1, 3))},
+            ["topk_weights", "contiguous", "[1, 3]"],
+        ),
+        ({"out": FakeArray((3, 512), "float32")}, ["out must", "bf16", "got f32"]),
+        ({"out": FakeArray((2, 512), "uint16")}, ["out must", "[3, 512]", "got [2, 512]"]),
+        ({"out": FakeArray((3, 512), "uint16", device=1)}, ["out is on GPU 1", "move"]),
+        ({"out": strided((3, 512), "uint16", (516, 1))}, ["rows of out", "516", "copy"]),
+    ],
+)
+def test_arguments_that_do_not_fit(changes, parts):
+    message = refusal(lambda: mega_moe(weights=layer_weights(), **call_arrays() | changes))
+    assert all(part in message for part in parts), message
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "uint16"])
+def test_no_tokens_is_no_work(dtype):
+    """Nothing of a GPU is touched: the arrays here have no memory."""
+    arrays = call_arrays(tokens=0) | {"x": FakeArray((0, HIDDEN), dtype)}
+    assert mega_moe(weights=layer_weights(), **arrays) is arrays["out"]
+    pair = (FakeArray((0, HIDDEN), "uint8"), FakeArray((0, HIDDEN // 128), "float32"))
+    assert mega_moe(weights=layer_weights(), **arrays | {"x": pair}) is arrays["out"]
+
+
+def test_workspace_stream_and_plan_must_fit():
+    def call(**kwargs):
+        return refusal(
+            lambda: mega_moe(weights=layer_weights(), **call_arrays(), **kwargs),
+            TypeError if kwargs.get("stream") == "null" else ValueError,
+        )
+
+    message = call(stream=0, workspace=FakeWorkspace(device=1))
+    assert "workspace is on GPU 1" in message and "weights are on GPU 0" in message
+    message = call(stream="null", workspace=FakeWorkspace())
+    assert "stream must be an address or a CuPy or PyTorch stream, got str" in message
+    plan = choose(MoeProblem(8, HIDDEN, INTERMEDIATE, EXPERTS, TOP_K + 1), gpu_spec("h200"))
+    message = call(stream=0, workspace=FakeWorkspace(), plan=plan)
+    assert "(512, 192, 4, 3)" in message and "(512, 192, 4, 2)" in message
+    assert "plan again" in message
+
+
+@pytest.mark.parametrize(
+    "num_tokens, top_k, parts",
+    [
+        (262_145, 2, ["num_tokens", "262,144", "262,145", "split"]),
+        (1, 33, ["top_k", "32", "33", "split"]),
+        (1, 0, ["top_k", "from 1", "0"]),
+    ],
+)
+def test_calls_without_a_kernel(num_tokens, top_k, parts):
+    message = refusal(lambda: workspace_bytes(layer_weights(), num_tokens, top_k))
+    assert all(part in message for part in parts), message

@@ -1,0 +1,236 @@
+"""Examples run, and README says what is there: commands, settings, files, figures, snippets."""
+
+import ast
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jitmoe
+from jitmoe import settings
+from jitmoe.plan.models import MODELS
+from jitmoe.report import limits
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+EXAMPLES = sorted((ROOT / "examples").glob("[0-9]*.py"))
+
+
+def run(*args, **environment):
+    result = subprocess.run(
+        [sys.executable, *map(str, args)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def test_plan_and_render():
+    text = run(ROOT / "examples/01_plan_and_render.py")
+    assert "decode" in text and "prefill" in text and 'extern "C"' in text
+
+
+def test_first_layer_says_that_it_needs_a_gpu():
+    text = run(ROOT / "examples/02_first_layer.py", CUDA_VISIBLE_DEVICES="")
+    assert "no GPU here" in text
+
+
+def test_every_example_is_in_readme():
+    assert all(path.name in README for path in EXAMPLES)
+
+
+# README: commands and settings
+
+
+def test_commands_set_everything_up():
+    commands = re.findall(r"^    (python3 -m venv .*)$", README, re.MULTILINE)
+    assert [command.split()[-1] for command in commands] == ["demo", "pytest"]
+    for command in commands:
+        assert ".venv/bin/pip install" in command and "[cu12" in command
+
+
+def test_ci_runs_the_test_command(tmp_path):
+    """With `python3` and `.venv/bin/*` replaced by scripts that only say that they were called."""
+    (tmp_path / ".ci").mkdir()
+    (tmp_path / ".ci/run").write_bytes((ROOT / ".ci/run").read_bytes())
+    (tmp_path / "README.md").write_text(README)
+    for name in ("bin/python3", ".venv/bin/pip", ".venv/bin/python"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f'#!/bin/sh\necho "{path.name} $*" >> {tmp_path}/calls\n')
+        path.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    subprocess.run(["bash", tmp_path / ".ci/run"], env=environment, check=True, capture_output=True)
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert calls == ["python3 -m venv .venv", "pip install -e .[cu12,dev]", "python -m pytest"]
+    assert os.access(ROOT / ".ci/run", os.X_OK)
+
+
+def environment_row(switch):
+    default = switch.default
+    text = str(int(default)) if isinstance(default, bool) else str(default)
+    text = f"{default:g}" if isinstance(default, float) else text
+    return f"| `{switch.name}` | {text} | {switch.meaning} |"
+
+
+def test_environment_table():
+    missing = [row for row in map(environment_row, settings.SWITCHES.values()) if row not in README]
+    assert not missing, "README's environment table must have:\n" + "\n".join(missing)
+    assert set(re.findall(r"JITMOE_[A-Z_]*[A-Z]", README)) <= set(settings.SWITCHES)
+
+
+def test_limits_and_presets():
+    text = " ".join(README.split())
+    assert all(words in text for words in limits().values())
+    assert all(name in text for name in MODELS)
+
+
+# README: the tree
+
+
+def tree():
+    """(path, is a folder) of every name in README's tree, a folder's modules too."""
+    block = README.split("### The tree\n\n")[1].split("\n\n")[0]
+    folder = None
+    for line in block.splitlines():
+        names, _, text = re.sub(r"^    ", "", line).partition("  ") if line[4] != " " else ("",) * 3
+        if names:
+            folder = names.strip()
+            yield ROOT / folder, True
+            continue
+        names, _, text = line.strip().partition("  ")
+        for name in names.split(", "):
+            yield ROOT / folder / name, name.endswith("/")
+            if name.endswith("/") and folder == "jitmoe/":
+                for module in text.strip().partition("  ")[0].split(", "):
+                    yield ROOT / folder / name / f"{module}.py", False
+
+
+def test_tree_names_what_exists():
+    missing = [
+        path for path, is_folder in tree() if not (path.is_dir() if is_folder else path.is_file())
+    ]
+    assert not missing, missing
+
+
+def in_repository(path):
+    """Whether git knows the path; yes where there is no git, as in a source distribution."""
+    command = ["git", "ls-files", "--", str(path)]
+    try:
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    except FileNotFoundError:
+        return True
+    return result.returncode != 0 or bool(result.stdout)
+
+
+def test_tree_is_complete():
+    named = {path for path, _ in tree()}
+    paths = [p for p in (ROOT / "jitmoe").rglob("*.py") if p.name != "__init__.py"]
+    for folder in ("jitmoe", "templates", "tests"):
+        folders = (path for path in (ROOT / folder).iterdir() if path.is_dir())
+        paths += [p for p in folders if p.name != "__pycache__" and any(p.iterdir())]
+    missing = [path for path in paths if path not in named and in_repository(path)]
+    assert not missing, f"not in README's tree: {missing}"
+
+
+# README: snippets
+
+
+@pytest.mark.parametrize("snippet", re.findall(r"```python\n(.*?)```", README, re.DOTALL))
+def test_snippets_use_what_exists(snippet):
+    names = {"jitmoe": jitmoe}
+    for node in ast.walk(ast.parse(snippet)):
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("jitmoe"):
+            module = __import__(node.module, fromlist=["x"])
+            for alias in node.names:
+                __import__(f"{node.module}.{alias.name}")
+                names[alias.name] = getattr(module, alias.name)
+    for name, module in names.items():
+        for attribute in set(re.findall(rf"\b{name}\.(\w+)", snippet)):
+            assert hasattr(module, attribute), f"{name}.{attribute}"
+
+
+# README: figures
+
+
+def make_tables():
+    spec = importlib.util.spec_from_file_location("make_tables", ROOT / "examples/make_tables.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def record(num_tokens=8, us=300.0, date="2026-11-29", **changes):
+    row = {
+        "bench": "mega_moe",
+        "format": "fp8",
+        "shape": "S1",
+        "hidden": 7168,
+        "intermediate": 2048,
+        "num_experts": 32,
+        "top_k": 8,
+        "num_tokens": num_tokens,
+        "num_ranks": 1,
+        "mode": "graph",
+        "us_median": us,
+        "us_p10": us - 1,
+        "us_p90": us + 1,
+        "floor_us": 283.0,
+        "copy_gbps": 4273.0,
+        "rel_error": 2.25e-2,
+        "peers": {"deep_gemm": 333.0, "triton": 334.0},
+        "gpu": "NVIDIA H200",
+        "driver": "580.1",
+        "date": date,
+        "command": "jitmoe bench",
+    }
+    return row | changes
+
+
+def test_figures_are_up_to_date():
+    run(ROOT / "examples/make_tables.py", "--check")
+
+
+def test_tables():
+    module = make_tables()
+    rows = [
+        record(8, 310.0, date="2026-11-28"),
+        record(8, 305.0),
+        record(1, 84.0, peers={"alpha": 93.0}),
+        record(8, 20.0, mode="eager", peers={}, rel_error=None),
+    ]
+    text = module.updated(f"a\n{module.BEGIN}\nold\n{module.END}\nb\n", rows)
+    assert text.startswith("a\n") and text.endswith("\nb\n") and "old" not in text
+    assert (
+        "| 8 | **305** | 304 to 306 | 18.5 | 283 | 0.93 | 2.25e-02 |  | 333 | 334 | 0.92 |" in text
+    )
+    assert "| 1 | **84** | 83 to 85 | 8.39 | 283 | 3.37 | 2.25e-02 | 93 |  |  | 0.90 |" in text
+    assert "310" not in text, "the latest counts"
+    assert text.index("| 1 |") < text.index("| 8 | **305**")
+    assert "| alpha | deep_gemm | triton | us / best peer |" in text
+    assert "S1, eager" in text and "2026-11-29; `jitmoe bench`" in text
+    eager = text.split("S1, eager")[1].split("####")[0]
+    assert "peer" not in eager and "relative error" not in eager, "empty columns are left out"
+    assert module.updated(text, rows) == text, "making them twice changes nothing"
+
+
+def test_tables_of_bad_records(tmp_path):
+    module = make_tables()
+    assert module.figures([]) == module.NOTHING
+    with pytest.raises(ValueError, match="README.md must hold"):
+        module.updated("no marks", [])
+    (tmp_path / "a.jsonl").write_text(json.dumps(record()) + "\n\n{}\n")
+    with pytest.raises(ValueError, match="a.jsonl:3: lacks bench"):
+        module.load(tmp_path)
+    (tmp_path / "a.jsonl").write_text("{")
+    with pytest.raises(ValueError, match="a.jsonl:1: not JSON"):
+        module.load(tmp_path)
