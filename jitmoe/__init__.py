@@ -1,4 +1,5 @@
-"""jitmoe: the whole mixture-of-experts layer as one CUDA kernel launch, generated for the caller's shape.
+"""jitmoe: the whole mixture-of-experts layer as one CUDA kernel launch, generated for the caller's
+shape.
 
 Importing it touches no GPU, imports no CuPy and creates no file.
 """

@@ -29,25 +29,28 @@ def mega_moe(
 ):
     """The mixture-of-experts feed-forward layer in one kernel launch.
 
-    y[t] = sum over slots s of topk_weights[t, s] * w2[e] @ (silu(gate) * up), with gate and up = w13[e] @ x[t] and
-    e = topk_ids[t, s]. Activations between the GEMMs are re-quantised to e4m3 per token and 128 channels.
+    y[t] = sum over slots s of topk_weights[t, s] * w2[e] @ (silu(gate) * up), with gate and up =
+    w13[e] @ x[t] and e = topk_ids[t, s]. Activations between the GEMMs are re-quantised to e4m3 per
+    token and 128 channels.
 
-    x             [num_tokens, hidden] bf16 (quantised inside per token and 128 channels), or a pair of e4m3
-                  [num_tokens, hidden] and f32 scales [num_tokens, hidden / 128]
-    topk_ids      [num_tokens, top_k] int32 or int64; an id outside [0, num_experts) is an unused slot
+    x             [num_tokens, hidden] bf16 (quantised inside per token and 128 channels), or a pair
+                  of e4m3 [num_tokens, hidden] and f32 scales [num_tokens, hidden / 128]
+    topk_ids      [num_tokens, top_k] int32 or int64; an id outside [0, num_experts) is an unused
+                  slot
     topk_weights  [num_tokens, top_k] f32 or bf16
     weights       ExpertWeights
     out           [num_tokens, hidden] bf16, written in place (default: a new array of x's family)
-    stream        an address or a CuPy or PyTorch stream (default: the current stream of x's library)
+    stream        an address or a CuPy or PyTorch stream (default: the current stream of x's
+                  library)
     workspace     a Workspace (default: one for each device and stream)
     plan          a MegaMoePlan for these sizes (default: the heuristic's)
 
-    Returns `out`. uint8 and uint16 arrays stand for e4m3 and bf16 of the same bits. The same inputs give the same bits.
-    May be captured into a CUDA graph after one call, or `warmup`, outside.
+    Returns `out`. uint8 and uint16 arrays stand for e4m3 and bf16 of the same bits. The same inputs
+    give the same bits. May be captured into a CUDA graph after one call, or `warmup`, outside.
 
-    Raises TypeError for a host array; ValueError for shapes, dtypes, strides or devices that do not fit; CaptureError
-    if a kernel must be built or memory allocated during capture; DeviceTimeout if an earlier launch hung;
-    MemoryError, CompileError, DriverError.
+    Raises TypeError for a host array; ValueError for shapes, dtypes, strides or devices that do not
+    fit; CaptureError if a kernel must be built or memory allocated during capture; DeviceTimeout if
+    an earlier launch hung; MemoryError, CompileError, DriverError.
     """
     x_rows, x_scale = x if isinstance(x, tuple) else (x, None)
     call = _check(x_rows, x_scale, topk_ids, topk_weights, weights, out)
@@ -103,7 +106,9 @@ def mega_moe(
 
 
 def workspace_bytes(weights: ExpertWeights, num_tokens: int, top_k: int) -> int:
-    """Device memory in bytes that a Workspace needs for calls of up to `num_tokens` tokens with these weights."""
+    """Device memory in bytes that a Workspace needs for calls of up to `num_tokens` tokens with
+    these weights.
+    """
     return _plan(weights, num_tokens, top_k).workspace_bytes(num_tokens)
 
 
@@ -115,10 +120,12 @@ def warmup(
     workspace: Workspace | None = None,
     stream=None,
 ) -> list[Kernel]:
-    """Build and load every kernel that calls of 1 to `num_tokens` tokens can need, and reserve the memory.
+    """Build and load every kernel that calls of 1 to `num_tokens` tokens can need, and reserve the
+    memory.
 
-    After it such calls allocate and compile nothing, so they may be captured into a CUDA graph at once. `workspace` and
-    `stream` must be those of the calls (default: CuPy's current stream and its implicit workspace). Returns the kernels.
+    After it such calls allocate and compile nothing, so they may be captured into a CUDA graph at
+    once. `workspace` and `stream` must be those of the calls (default: CuPy's current stream and
+    its implicit workspace). Returns the kernels.
     """
     address = (
         arrays.current_stream("cupy", weights.device)
@@ -142,7 +149,8 @@ class _Call(NamedTuple):
 def _check(x_rows, x_scale, topk_ids, topk_weights, weights: ExpertWeights, out) -> _Call:
     if not isinstance(weights, ExpertWeights):
         raise TypeError(
-            f"weights must be jitmoe.ExpertWeights, got {type(weights).__name__}; wrap the tensors in it"
+            f"weights must be jitmoe.ExpertWeights, got {type(weights).__name__}; "
+            "wrap the tensors in it"
         )
     hidden, device = weights.hidden, weights.device
     x = view(x_rows, "x")
@@ -203,7 +211,8 @@ def _check_plan(plan: MegaMoePlan, weights: ExpertWeights, top_k: int) -> None:
     got = (plan.hidden, plan.intermediate, plan.num_experts, plan.top_k)
     if wanted != got:
         raise ValueError(
-            f"the plan is for (hidden, intermediate, num_experts, top_k) = {got}, the call has {wanted}; plan again"
+            f"the plan is for (hidden, intermediate, num_experts, top_k) = {got}, "
+            f"the call has {wanted}; plan again"
         )
 
 
@@ -238,8 +247,8 @@ def _prepare(weights, plan, workspace, num_tokens, stream) -> _Prepared:
     with cupy.cuda.Device(weights.device):
         if loaded(plan, weights.device) is None and is_capturing(stream):
             raise CaptureError(
-                f"the kernel of the {plan.bucket} bucket is not loaded, which a graph capture forbids; call "
-                "jitmoe.warmup(...) or the layer itself once before capturing"
+                f"the kernel of the {plan.bucket} bucket is not loaded, which a graph "
+                "capture forbids; call jitmoe.warmup(...) or the layer itself once before capturing"
             )
         kernel = load(plan, weights.device)
         memory = workspace.reserve(plan, num_tokens, stream)
@@ -262,8 +271,8 @@ def _prepare(weights, plan, workspace, num_tokens, stream) -> _Prepared:
 def _weight_maps(weights: ExpertWeights, plan: MegaMoePlan) -> tuple[bytes, bytes]:
     """Maps of w13 and w2 whose boxes are one tile of `block_rows` weight rows by 128 of K.
 
-    The map of w13 has dimensions (hidden, 8 rows, gate | up, intermediate / 8, expert), so that one box lands gate and
-    up in alternating groups of 8 rows, straight from [gate; up].
+    The map of w13 has dimensions (hidden, 8 rows, gate | up, intermediate / 8, expert), so that one
+    box lands gate and up in alternating groups of 8 rows, straight from [gate; up].
     """
     key = "weight_maps"
     if key not in weights.memo:

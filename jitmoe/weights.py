@@ -11,14 +11,17 @@ from jitmoe.run.arrays import check_array, check_rows, view
 class ExpertWeights:
     """Views of the experts' block-quantised FP8 weights, validated once.
 
-    w13        [num_experts, 2 * intermediate, hidden] e4m3 (or uint8 of the same bits): gate rows first, then up
+    w13        [num_experts, 2 * intermediate, hidden] e4m3 (or uint8 of the same bits): gate rows
+               first, then up
     w2         [num_experts, hidden, intermediate] e4m3
-    w13_scale  [num_experts, ceil(2 * intermediate / 128), hidden / 128] f32: block scales, value = code * scale
+    w13_scale  [num_experts, ceil(2 * intermediate / 128), hidden / 128] f32: block scales, value =
+               code * scale
     w2_scale   [num_experts, hidden / 128, ceil(intermediate / 128)] f32
 
-    CuPy arrays, PyTorch tensors or anything that speaks `__cuda_array_interface__` or DLPack. Rows must be dense and
-    start at multiples of 16 bytes; rows and experts may be strided. Raises TypeError for a host array and ValueError,
-    one sentence, for shapes, dtypes, strides or devices that do not fit.
+    CuPy arrays, PyTorch tensors or anything that speaks `__cuda_array_interface__` or DLPack. Rows
+    must be dense and start at multiples of 16 bytes; rows and experts may be strided. Raises
+    TypeError for a host array and ValueError, one sentence, for shapes, dtypes, strides or devices
+    that do not fit.
     """
 
     def __init__(self, w13, w2, w13_scale, w2_scale):
@@ -27,14 +30,14 @@ class ExpertWeights:
         self._owners = (w13, w2, w13_scale, w2_scale)  # keep the memory alive
         if len(self.w13.shape) != 3 or self.w13.shape[1] % 2:
             raise ValueError(
-                f"w13 must have shape [num_experts, 2 * intermediate, hidden], got {list(self.w13.shape)}"
+                "w13 must have shape [num_experts, 2 * intermediate, hidden], "
+                f"got {list(self.w13.shape)}"
             )
         self.num_experts, rows, self.hidden = self.w13.shape
         self.intermediate = rows // 2
         self.device = self.w13.device
-        MoeProblem(
-            0, self.hidden, self.intermediate, self.num_experts, 1
-        )  # refuses unsupported sizes
+        # Refuses unsupported sizes.
+        MoeProblem(0, self.hidden, self.intermediate, self.num_experts, 1)
         codes, e, h = ("e4m3", "u8"), self.num_experts, self.hidden
         check_array(self.w13, "w13", (e, rows, h), codes, self.device)
         check_array(self.w2, "w2", (e, h, self.intermediate), codes, self.device)
@@ -47,9 +50,11 @@ class ExpertWeights:
             scale = getattr(self, name)
             if scale.shape[-1] > 1 and scale.strides[-1] != 1:
                 raise ValueError(
-                    f"{name} must be dense in its last dimension, got strides {list(scale.strides)}; make it contiguous"
+                    f"{name} must be dense in its last dimension, "
+                    f"got strides {list(scale.strides)}; make it contiguous"
                 )
-        self.memo: dict = {}  # plans, kernels and packed parameters of calls with these weights (fused.py)
+        # Plans, kernels and packed parameters of calls with these weights (fused.py).
+        self.memo: dict = {}
 
     def __repr__(self):
         return (

@@ -1,7 +1,7 @@
-"""Rendered text -> executable: the emulated machine (runtime/*.cpp) and the kernel, linked once and kept.
+"""Rendered text -> executable: the emulated machine (runtime/*.cpp) and the kernel, linked and kept.
 
-The compiler is $CXX, else g++ or clang++, else the `ziglang` wheel. Executables lie in the folder `emulated` of the kernel
-cache, named by a hash of everything they depend on.
+The compiler is $CXX, else g++ or clang++, else the `ziglang` wheel. Executables lie in the folder
+`emulated` of the kernel cache, named by a hash of everything they depend on.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ _BANNER = re.compile(r"^// ==== (.+) ====$")
 # Behind the text: what runtime/main.cpp calls.
 _TAIL = """
 extern "C" void emu_kernel(const void* params) {{ {name}(*static_cast<const Params*>(params)); }}
-extern "C" {{ extern const emu::u32 emu_params_bytes; const emu::u32 emu_params_bytes = sizeof(Params); }}
+extern "C" {{
+extern const emu::u32 emu_params_bytes;
+const emu::u32 emu_params_bytes = sizeof(Params);
+}}
 """
 
 log = logging.getLogger("jitmoe")
@@ -58,8 +61,8 @@ def compiler() -> tuple[str, ...]:
     if importlib.util.find_spec("ziglang"):
         return (sys.executable, "-m", "ziglang", "c++")
     raise NoHostCompiler(
-        "emulation compiles the kernel for this CPU and found no C++ compiler: CXX is not set, g++ and "
-        "clang++ are not on PATH; install one, or `pip install ziglang`"
+        "emulation compiles the kernel for this CPU and found no C++ compiler: CXX is not set, "
+        "g++ and clang++ are not on PATH; install one, or `pip install ziglang`"
     )
 
 
@@ -70,7 +73,10 @@ def compiler_version() -> str:
 
 
 def executable(plan: Plan) -> Path:
-    """The emulated kernel of `plan`, built on first use. Raises NoHostCompiler, HostCompileError."""
+    """The emulated kernel of `plan`, built on first use.
+
+    Raises NoHostCompiler, HostCompileError.
+    """
     runtime_key = _key(*(path.read_text() for path in sorted(RUNTIME.iterdir())))
     text = render(plan, layer="emulated")
     source = _with_line_numbers(text) + _TAIL.format(name=plan.name)
@@ -125,7 +131,7 @@ def _key(*parts: str) -> str:
 
 
 def _with_line_numbers(text: str) -> str:
-    """Errors and reports name the pasted file: a #line behind each banner, and one where the file ends."""
+    """Errors and reports name the pasted file: a #line behind each banner and where a file ends."""
     lines, left = [], 0
     for number, line in enumerate(text.split("\n"), 1):
         lines.append(line)

@@ -31,9 +31,16 @@ class EmulatedLayer:
         self._control = {r.name: np.zeros(r.num_bytes, np.uint8) for r in control.regions}
 
     def __call__(
-        self, x, topk_ids, topk_weights, *, seed: int = 0, expire: bool = False, timeout_s: float = 600.0
+        self,
+        x,
+        topk_ids,
+        topk_weights,
+        *,
+        seed: int = 0,
+        expire: bool = False,
+        timeout_s: float = 600.0,
     ) -> np.ndarray:
-        """One launch: y as bf16 bits [num_tokens, hidden]. Scratch memory and y hold 0xFF before it.
+        """One launch: y as bf16 bits [num_tokens, hidden]. Scratch and y hold 0xFF before it.
 
         x             [num_tokens, hidden] bf16 bits (uint16), or (e4m3 codes uint8, scales f32)
         topk_ids      [num_tokens, top_k] int32 or int64
@@ -72,7 +79,10 @@ class EmulatedLayer:
                 (plan.block_k, 8, 2, plan.block_rows // 16, 1),
             ),
             "w2_map": TensorMap(
-                "w2", (half, hidden, experts), (half, hidden * half), (plan.block_k, plan.block_rows, 1)
+                "w2",
+                (half, hidden, experts),
+                (half, hidden * half),
+                (plan.block_k, plan.block_rows, 1),
             ),
         }
         scalars = {
@@ -109,6 +119,10 @@ def _span(array: np.ndarray) -> np.ndarray:
     """The memory from the first to the last element of a strided array, as bytes."""
     if array.size == 0:
         return np.zeros(0, np.uint8)
-    num_bytes = array.itemsize + sum((n - 1) * s for n, s in zip(array.shape, array.strides, strict=True))
-    first = array.reshape(-1)[:1] if array.flags.c_contiguous else array[(slice(0, 1),) * array.ndim]
+    num_bytes = array.itemsize + sum(
+        (n - 1) * s for n, s in zip(array.shape, array.strides, strict=True)
+    )
+    first = (
+        array.reshape(-1)[:1] if array.flags.c_contiguous else array[(slice(0, 1),) * array.ndim]
+    )
     return np.lib.stride_tricks.as_strided(first.view(np.uint8), (num_bytes,), (1,))

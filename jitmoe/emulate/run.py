@@ -1,4 +1,7 @@
-"""An emulated launch: arrays into a file that a process of its own maps, the report back. Knows plans, not experts."""
+"""An emulated launch: arrays into a file that a process of its own maps, the report back.
+
+Knows plans, not experts.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +26,15 @@ DONE, BAD_JOB, STALL, FAULT, GAVE_UP = 0, 2, 3, 4, 5
 
 
 class EmulationError(RuntimeError):
-    """The emulated kernel stalled, broke a rule of the machine, or took too long; the message is the report."""
+    """The kernel stalled, broke a rule of the machine, or took too long; the text is the report."""
 
 
 @dataclass(frozen=True)
 class TensorMap:
-    """A parameter that is a tensor map over the array called `array`; dimensions and box innermost first, strides in bytes."""
+    """A parameter that is a tensor map over the array called `array`.
+
+    Dimensions and box are innermost first; strides are in bytes and leave out the innermost.
+    """
 
     array: str
     dims: tuple[int, ...]
@@ -46,7 +52,7 @@ class TensorMap:
 
 @dataclass(frozen=True)
 class Array:
-    """A NumPy array in the kernel's memory. Only `writable` ones are copied back; others fault when written."""
+    """A NumPy array in the kernel's memory. `writable` ones are copied back; others fault."""
 
     data: np.ndarray
     writable: bool = False
@@ -66,8 +72,8 @@ def launch(
 ) -> str:
     """Run the kernel once; writable arrays are changed in place. Returns the report.
 
-    `arrays` are by parameter name, and every pointer parameter is there, or in `scalars` as 0. With `expire` the clock runs
-    out after a stall, so that waits with a budget give up. Raises EmulationError.
+    `arrays` are by parameter name; a pointer that is not among them is null. With `expire` the
+    clock runs out after a stall, so that waits with a budget give up. Raises EmulationError.
     """
     layout = params.layout(plan.params)
     record = np.zeros((), layout.dtype)
@@ -83,7 +89,9 @@ def launch(
     ]
     for region in plan.smem.regions:
         count = region.shape[0] if len(region.shape) > 1 or region.ctype == "u64" else 1
-        job.append(f"shared {region.name} {plan.smem.offsets[region.name]} {region.num_bytes} {count}")
+        job.append(
+            f"shared {region.name} {plan.smem.offsets[region.name]} {region.num_bytes} {count}"
+        )
     job += [f"role {r.role.name} {r.begin} {r.end}" for r in role_ranges(plan.roles)]
 
     with tempfile.NamedTemporaryFile(prefix="jitmoe-emulated-") as file:
@@ -109,17 +117,26 @@ def launch(
             for name, array in arrays.items():
                 if array.writable:
                     data = memory[places[name] : places[name] + array.data.nbytes]
-                    array.data[...] = np.frombuffer(data, array.data.dtype).reshape(array.data.shape)
+                    array.data[...] = np.frombuffer(data, array.data.dtype).reshape(
+                        array.data.shape
+                    )
     return report
 
 
 def _run(executable: Path, job: str, timeout_s: float, seed: int) -> str:
     try:
         result = subprocess.run(
-            [str(executable)], input=job, capture_output=True, text=True, timeout=timeout_s, check=False
+            [str(executable)],
+            input=job,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
         )
     except subprocess.TimeoutExpired:
-        raise EmulationError(f"the emulated kernel ran for more than {timeout_s:g} s (seed {seed})") from None
+        raise EmulationError(
+            f"the emulated kernel ran for more than {timeout_s:g} s (seed {seed})"
+        ) from None
     report = result.stdout + result.stderr
     if result.returncode not in (DONE, GAVE_UP):
         raise EmulationError(report or f"the emulated kernel ended with code {result.returncode}")

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 class GpuSpec:
     """Capacities and sustained rates of one GPU.
 
-    `read_gbps` is the sustained read bandwidth of device memory in GB/s and `fp8_tflops` the sustained dense FP8 rate with
-    two-level accumulation in TFLOP/s; `measured` tells measured rates from those scaled from a datasheet.
+    `read_gbps` is the sustained read bandwidth of device memory in GB/s and `fp8_tflops` the
+    sustained dense FP8 rate with two-level accumulation in TFLOP/s; `measured` tells measured rates
+    from those scaled from a datasheet.
     """
 
     name: str
@@ -32,8 +33,9 @@ KERNEL_ARCHS = ("sm_90a",)  # architectures that kernels exist for
 
 HOPPER_SMEM_BYTES = 232_448  # opt-in maximum of one CTA, sm_90 and sm_100 alike
 
-# Rates of the H200: pure read and two-level FP8 measured on one card, 2026-11-29 (README, "measured facts"). The
-# others are datasheet figures times the fraction the H200 reaches: 4645/4800 of memory, 1440/1979 of FP8.
+# Rates of the H200: pure read and two-level FP8 measured on one card, 2026-11-29 (README, "measured
+# facts"). The others are datasheet figures times the fraction the H200 reaches: 4645/4800 of
+# memory, 1440/1979 of FP8.
 GPUS = {
     "h200": GpuSpec("H200", "sm_90a", 132, HOPPER_SMEM_BYTES, 4645, 1440, 60 << 20, measured=True),
     "h100-sxm": GpuSpec("H100 SXM", "sm_90a", 132, HOPPER_SMEM_BYTES, 3240, 1440, 50 << 20),

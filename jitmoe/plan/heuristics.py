@@ -1,4 +1,7 @@
-"""Which plan for which problem: the only place with opinions. Every threshold says what it was measured on."""
+"""Which plan for which problem: the only place with opinions.
+
+Every threshold says what it was measured on.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,20 @@ from jitmoe.plan.gpu import GpuSpec
 from jitmoe.plan.plan import MegaMoePlan, PlanError
 from jitmoe.plan.problem import MAX_TOKENS, MoeProblem
 
-# Tokens per active expert up to which the two warpgroups share one 64-token tile. Above it a second read of an
-# expert's weights costs more than half-empty tiles. Guess; to be swept.
+# Tokens per active expert up to which the two warpgroups share one 64-token tile. Above it a second
+# read of an expert's weights costs more than half-empty tiles. Guess; to be swept.
 DECODE_TOKENS_PER_EXPERT = 64.0
 
-# Most stages tried. 3 x 32 KiB in flight saturate memory, 4 or 5 are steadier (decode stream, H200, 2026-11-29).
+# Most stages tried. 3 x 32 KiB in flight saturate memory, 4 or 5 are steadier (decode stream, H200,
+# 2026-11-29).
 MAX_STAGES = {"decode": 5, "prefill": 4}
 
 
 @dataclass(frozen=True)
 class Floor:
-    """The least time a problem can take: the larger of its bytes and its FLOP at the GPU's sustained rates."""
+    """The least time a problem can take: the larger of its bytes and its FLOP at the GPU's
+    sustained rates.
+    """
 
     memory_us: float
     math_us: float
@@ -33,7 +39,9 @@ class Floor:
 
 
 def floor(problem: MoeProblem, gpu: GpuSpec) -> Floor:
-    """Weights of the experts hit, each once, and activations in and out, against the FLOP of both GEMMs."""
+    """Weights of the experts hit, each once, and activations in and out, against the FLOP of both
+    GEMMs.
+    """
     num_bytes = problem.num_active_experts * problem.expert_bytes + problem.activation_bytes
     return Floor(num_bytes / gpu.read_gbps * 1e-3, problem.flop / gpu.fp8_tflops * 1e-6)
 
@@ -68,7 +76,10 @@ def choose(problem: MoeProblem, gpu: GpuSpec) -> MegaMoePlan:
 
 
 def plans_of_model(problem: MoeProblem, gpu: GpuSpec) -> dict[str, MegaMoePlan]:
-    """Every kernel a model can need at any token count, by bucket. `problem.num_tokens` is ignored."""
+    """Every kernel a model can need at any token count, by bucket.
+
+    `problem.num_tokens` is ignored.
+    """
     plans = {}
     for num_tokens in (1, MAX_TOKENS):
         sized = MoeProblem(
@@ -79,7 +90,9 @@ def plans_of_model(problem: MoeProblem, gpu: GpuSpec) -> dict[str, MegaMoePlan]:
 
 
 def decode_limit(problem: MoeProblem) -> int:
-    """The largest token count of the decode bucket (tokens per active expert grow with tokens); `num_tokens` is ignored."""
+    """The largest token count of the decode bucket (tokens per active expert grow with tokens);
+    `num_tokens` is ignored.
+    """
     low, high = 0, MAX_TOKENS
     while low < high:
         middle = (low + high + 1) // 2

@@ -19,7 +19,9 @@ class LayoutError(ValueError):
 
 @dataclass(frozen=True)
 class Region:
-    """`shape` elements of `ctype`, starting at a multiple of `align` bytes; `note` goes to the printed table."""
+    """`shape` elements of `ctype`, starting at a multiple of `align` bytes; `note` goes to the
+    printed table.
+    """
 
     name: str
     ctype: str
@@ -49,7 +51,8 @@ class MemoryMap:
         for region in self.regions:
             if region.ctype not in CTYPE_BYTES:
                 raise LayoutError(
-                    f"{region.name}: ctype must be one of {sorted(CTYPE_BYTES)}, got {region.ctype!r}"
+                    f"{region.name}: ctype must be one of {sorted(CTYPE_BYTES)}, "
+                    f"got {region.ctype!r}"
                 )
             if region.align & (region.align - 1) or region.align < CTYPE_BYTES[region.ctype]:
                 raise LayoutError(

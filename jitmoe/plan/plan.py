@@ -1,7 +1,7 @@
 """Plans: every number a kernel needs and none it does not.
 
-`Plan` is all that `jit/` and `run/launch.py` know of a kernel; `MegaMoePlan` is the fused layer's. Constraints are
-checked once, in `check()`, by the heuristic and by sweeps alike.
+`Plan` is all that `jit/` and `run/launch.py` know of a kernel; `MegaMoePlan` is the fused layer's.
+Constraints are checked once, in `check()`, by the heuristic and by sweeps alike.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from jitmoe.plan.problem import QUANT_GROUP, MoeProblem
 WARP_THREADS = 32
 WARPGROUP_WARPS = 4
 REGISTER_FILE = 65_536  # 32-bit registers of one SM, handed to warps in multiples of 8 per thread
-ROW_GROUP = (
-    8  # rows of gate and of up alternate in groups of 8: both land in one thread's accumulators
-)
+# Rows of gate and of up alternate in groups of 8: both land in one thread's accumulators.
+ROW_GROUP = 8
 
 
 class PlanError(ValueError):
@@ -27,7 +26,10 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class Role:
-    """What a range of warps does. Ranges follow from the order of the roles and are never typed in."""
+    """What a range of warps does.
+
+    Ranges follow from the order of the roles and are never typed in.
+    """
 
     name: str
     num_warps: int
@@ -37,7 +39,9 @@ class Role:
 
 @dataclass(frozen=True)
 class Param:
-    """One field of the kernel's parameter struct; a `ctype` that ends in `*` is a device pointer."""
+    """One field of the kernel's parameter struct; a `ctype` that ends in `*` is a device
+    pointer.
+    """
 
     name: str
     ctype: str
@@ -75,7 +79,8 @@ class Plan:
 
     @property
     def constants(self) -> dict[str, int]:
-        """Integer fields and derived constants, by Python name (`num_stages` is `kNumStages` in the kernel).
+        """Integer fields and derived constants, by Python name (`num_stages` is `kNumStages` in the
+        kernel).
 
         Register counts are left out: they are printed with the roles.
         """
@@ -92,15 +97,17 @@ class Plan:
         check_roles(self.roles)
         if self.smem.num_bytes > gpu.smem_bytes:
             raise PlanError(
-                f"shared memory is {self.smem.num_bytes:,} B, the {gpu.name} has {gpu.smem_bytes:,} B a block; "
-                "take fewer stages"
+                f"shared memory is {self.smem.num_bytes:,} B, "
+                f"the {gpu.name} has {gpu.smem_bytes:,} B a block; take fewer stages"
             )
 
 
 def check_roles(roles: tuple[Role, ...]) -> None:
-    """Whole warpgroups wherever register counts differ, and counts that `setmaxnreg` and the register file allow.
+    """Whole warpgroups wherever register counts differ, and counts that `setmaxnreg` and the
+    register file allow.
 
-    `setmaxnreg` takes multiples of 8 from 24 to 256 and counts for a warpgroup (PTX ISA, setmaxnreg).
+    `setmaxnreg` takes multiples of 8 from 24 to 256 and counts for a warpgroup (PTX ISA,
+    setmaxnreg).
     """
     regs = [role.num_regs for role in roles for _ in range(role.num_warps)]
     if len(regs) % WARPGROUP_WARPS:
@@ -114,7 +121,8 @@ def check_roles(roles: tuple[Role, ...]) -> None:
     for role in roles:
         if role.num_regs % 8 or not 24 <= role.num_regs <= 256:
             raise PlanError(
-                f"registers of role {role.name} must be a multiple of 8 in 24..256, got {role.num_regs}"
+                f"registers of role {role.name} must be a multiple of 8 in 24..256, "
+                f"got {role.num_regs}"
             )
     num_threads = WARP_THREADS * len(regs)
     launch_regs = min(REGISTER_FILE // num_threads // 8 * 8, 255 // 8 * 8)
@@ -129,11 +137,12 @@ def check_roles(roles: tuple[Role, ...]) -> None:
 
 @dataclass(frozen=True)
 class MegaMoePlan(Plan):
-    """The whole layer in one launch. Weights are always the 64-row operand of the tensor core, tokens its columns.
+    """The whole layer in one launch. Weights are always the 64-row operand of the tensor core,
+    tokens its columns.
 
-    A tile is 256 weight rows (128 channels of gate and up, or 256 of down) by up to `block_tokens` tokens. In the
-    `decode` bucket the two math warpgroups split the rows and share up to 64 tokens; in the `prefill` bucket each
-    takes all rows for 64 tokens of its own.
+    A tile is 256 weight rows (128 channels of gate and up, or 256 of down) by up to `block_tokens`
+    tokens. In the `decode` bucket the two math warpgroups split the rows and share up to 64 tokens;
+    in the `prefill` bucket each takes all rows for 64 tokens of its own.
     """
 
     bucket: str
@@ -276,29 +285,22 @@ class MegaMoePlan(Plan):
         )
 
     def bank_words(self, num_tokens: int) -> int:
-        """32-bit words of one bank of counters; the header is described in templates/roles/routing.cuh."""
+        """32-bit words of one bank of counters; the header is described in
+        templates/roles/routing.cuh.
+        """
         max_blocks = ceil_div(num_tokens * self.top_k, self.block_tokens) + self.num_experts
         return align(96 + self.num_experts + max_blocks, 32)
 
     def control(self, num_tokens: int) -> MemoryMap:
-        """Regions that must be zero before the first launch; launches leave them ready for the next."""
+        """Regions that must be zero before the first launch; launches leave them ready for the
+        next.
+        """
+        words, tokens = self.bank_words(num_tokens), max(num_tokens, 1)
         return MemoryMap(
             (
                 Region("header", "u32", (64,), 256, "launch parity, exits, abort"),
-                Region(
-                    "banks",
-                    "u32",
-                    (2, self.bank_words(num_tokens)),
-                    256,
-                    "counters, by launch parity",
-                ),
-                Region(
-                    "combine_count",
-                    "u32",
-                    (max(num_tokens, 1), self.num_tiles_2),
-                    256,
-                    "self-resetting",
-                ),
+                Region("banks", "u32", (2, words), 256, "counters, by launch parity"),
+                Region("combine_count", "u32", (tokens, self.num_tiles_2), 256, "self-resetting"),
             )
         )
 

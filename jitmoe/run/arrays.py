@@ -1,10 +1,13 @@
-"""Device arrays of any family, seen through one small record: pointer, shape, strides, dtype, device."""
+"""Device arrays of any family, seen through one small record: pointer, shape, strides, dtype,
+device.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-# One name for a format, whatever the library calls it. Unsigned views of a format's width stand for it.
+# One name for a format, whatever the library calls it. Unsigned views of a format's width stand for
+# it.
 _NAMES = {
     "float8_e4m3fn": "e4m3",
     "bfloat16": "bf16",
@@ -33,10 +36,11 @@ class DeviceArray(NamedTuple):
 
 
 def view(array, name: str) -> DeviceArray:
-    """See `array` as a DeviceArray. Raises TypeError, naming the argument, for a host array or anything else.
+    """See `array` as a DeviceArray. Raises TypeError, naming the argument, for a host array or
+    anything else.
 
-    CuPy arrays, PyTorch tensors (read without importing PyTorch) and whatever speaks `__cuda_array_interface__` or
-    DLPack are device arrays.
+    CuPy arrays, PyTorch tensors (read without importing PyTorch) and whatever speaks
+    `__cuda_array_interface__` or DLPack are device arrays.
     """
     module = type(array).__module__
     if module.startswith("torch"):
@@ -68,7 +72,8 @@ def view(array, name: str) -> DeviceArray:
         return _view_cupy(cupy.from_dlpack(array), "other")
     except Exception as error:
         raise TypeError(
-            f"{name} must be a GPU array (CuPy, PyTorch, or one that speaks __cuda_array_interface__ or DLPack), "
+            f"{name} must be a GPU array (CuPy, PyTorch, or one that speaks "
+            f"__cuda_array_interface__ or DLPack), "
             f"got {type(array).__module__}.{type(array).__name__}: {error}"
         ) from error
 
@@ -90,7 +95,9 @@ _numpy_names: dict = {}
 def check_array(
     got: DeviceArray, name: str, shape: tuple, dtypes: tuple[str, ...], device: int
 ) -> None:
-    """Raise ValueError, in one sentence, unless shape, dtype and device are as wanted; `None` is any size."""
+    """Raise ValueError, in one sentence, unless shape, dtype and device are as wanted; `None` is
+    any size.
+    """
     if got.dtype not in dtypes:
         raise ValueError(
             f"{name} must have dtype {' or '.join(dtypes)}, got {got.dtype}; convert or view it"
@@ -107,16 +114,19 @@ def check_array(
 
 
 def check_rows(got: DeviceArray, name: str, align_elements: int) -> None:
-    """Raise ValueError unless the last dimension is dense and every row starts at a multiple of 16 bytes."""
+    """Raise ValueError unless the last dimension is dense and every row starts at a multiple of 16
+    bytes.
+    """
     if got.shape[-1] > 1 and got.strides[-1] != 1:
         raise ValueError(
-            f"{name} must be dense in its last dimension, got strides {list(got.strides)}; make it contiguous"
+            f"{name} must be dense in its last dimension, "
+            f"got strides {list(got.strides)}; make it contiguous"
         )
     outer = [s for s, n in zip(got.strides[:-1], got.shape[:-1], strict=True) if n > 1]
     if got.ptr % 16 or any(stride % align_elements or stride < 0 for stride in outer):
         raise ValueError(
-            f"rows of {name} must start at multiples of 16 bytes, got address {got.ptr:#x} and strides "
-            f"{list(got.strides)}; copy it"
+            f"rows of {name} must start at multiples of 16 bytes, "
+            f"got address {got.ptr:#x} and strides {list(got.strides)}; copy it"
         )
 
 

@@ -1,4 +1,6 @@
-"""The CUDA driver through cuda.bindings: checked calls, the current device, and what planning needs of it."""
+"""The CUDA driver through cuda.bindings: checked calls, the current device, and what planning needs
+of it.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,15 @@ class DriverError(RuntimeError):
 
 
 def driver():
-    """The `cuda.bindings.driver` module, imported on first use so that `import jitmoe` needs no driver."""
+    """The `cuda.bindings.driver` module, imported on first use so that `import jitmoe` needs no
+    driver.
+    """
     try:
         from cuda.bindings import driver as module
     except ImportError as error:
         raise DriverError(
-            "cuda-python is not installed; install jitmoe[cu12] or jitmoe[cu13], whichever your driver supports"
+            "cuda-python is not installed; install jitmoe[cu12] or jitmoe[cu13], "
+            "whichever your driver supports"
         ) from error
     return module
 
@@ -52,7 +57,10 @@ def driver_version() -> tuple[int, int]:
 
 @lru_cache
 def device_spec(device: int) -> GpuSpec:
-    """The GpuSpec of CUDA device number `device`. Raises ValueError for a GPU no kernel exists for."""
+    """The GpuSpec of CUDA device number `device`.
+
+    Raises ValueError for a GPU no kernel exists for.
+    """
     module = driver()
     call(module.cuInit, 0)
     handle = call(module.cuDeviceGet, device)

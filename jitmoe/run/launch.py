@@ -53,7 +53,10 @@ class Kernel:
         self._stream_type = module.CUstream
 
     def launch(self, params: ParamBlock, stream: int, grid: int | None = None) -> None:
-        """Launch on `stream` (an address) with the present contents of `params`. Raises DriverError."""
+        """Launch on `stream` (an address) with the present contents of `params`.
+
+        Raises DriverError.
+        """
         config = self._config
         config.gridDimX = grid or self.grid
         config.hStream = self._stream_type(stream)
@@ -63,7 +66,9 @@ class Kernel:
 
 
 class ParamBlock:
-    """The packed parameter struct: tensor maps first, written once; then scalars, written as one record."""
+    """The packed parameter struct: tensor maps first, written once; then scalars, written as one
+    record.
+    """
 
     def __init__(self, plan: Plan):
         params = plan.params
@@ -100,7 +105,10 @@ def loaded(plan: Plan, device: int) -> Kernel | None:
 
 
 def load(plan: Plan, device: int) -> Kernel:
-    """The kernel of `plan` on `device`, built and loaded on first use. The device's context must be current."""
+    """The kernel of `plan` on `device`, built and loaded on first use.
+
+    The device's context must be current.
+    """
     kernel = _kernels.get((device, plan))
     if kernel is None:
         with _lock:

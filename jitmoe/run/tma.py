@@ -1,4 +1,6 @@
-"""Tensor maps: how the copy engine sees a weight tensor (CUDA driver API, cuTensorMapEncodeTiled)."""
+"""Tensor maps: how the copy engine sees a weight tensor (CUDA driver API,
+cuTensorMapEncodeTiled).
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ TENSOR_MAP_BYTES = 128
 def encode_u8_map(ptr: int, dims: list[int], strides: list[int], box: list[int]) -> bytes:
     """A map over bytes: innermost dimension first, `strides` in bytes for all but the innermost.
 
-    The box lands with the 128-byte swizzle; out of bounds is zero. 128-byte L2 promotion: it streamed weights 2 to 3 %
-    faster than 256 (H200, 2026-11-29). Raises DriverError.
+    The box lands with the 128-byte swizzle; out of bounds is zero. 128-byte L2 promotion: it
+    streamed weights 2 to 3 % faster than 256 (H200, 2026-11-29). Raises DriverError.
     """
     module = driver()
     tensor_map = call(

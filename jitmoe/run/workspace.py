@@ -1,4 +1,6 @@
-"""Workspace: the memory a kernel needs between its phases, its counters, and what it says when a wait runs out."""
+"""Workspace: the memory a kernel needs between its phases, its counters, and what it says when a
+wait runs out.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ _serials = itertools.count()
 
 
 class DeviceTimeout(RuntimeError):
-    """A wait inside a kernel ran out of its budget; the text says who waited for what. The context survives."""
+    """A wait inside a kernel ran out of its budget; the text says who waited for what.
+
+    The context survives.
+    """
 
 
 class CaptureError(RuntimeError):
@@ -34,7 +39,8 @@ class CaptureError(RuntimeError):
 
 
 class Workspace:
-    """Device memory for calls on one device and one stream at a time; grows on demand outside graph capture.
+    """Device memory for calls on one device and one stream at a time; grows on demand outside graph
+    capture.
 
     device      CUDA device number (default: CuPy's current device)
     max_tokens  reserve for calls of this many tokens when a plan is first used
@@ -55,9 +61,8 @@ class Workspace:
             raise ValueError(f"timeout_s must be above 0 and at most 3600 seconds, got {timeout_s}")
         self.timeout_us = max(1, int(timeout_s * 1e6))
         self.serial = next(_serials)  # unlike id(), never used again
-        self.generation = (
-            0  # counts moves of the memory, so that callers know when pointers changed
-        )
+        # Counts moves of the memory, so that callers know when pointers changed.
+        self.generation = 0
         self._scratch = None
         self._controls: dict[Plan, tuple[int, object]] = {}
         self._retired: list[object] = []
@@ -80,13 +85,17 @@ class Workspace:
 
     @property
     def scratch(self):
-        """The scratch memory, a CuPy uint8 array (None before the first call). Holds nothing between launches."""
+        """The scratch memory, a CuPy uint8 array (None before the first call).
+
+        Holds nothing between launches.
+        """
         return self._scratch
 
     def reserve(self, plan: Plan, num_tokens: int, stream: int) -> dict[str, int]:
         """Addresses of every region for up to `num_tokens` tokens, by name.
 
-        Raises CaptureError where memory would have to grow during graph capture, MemoryError where there is none.
+        Raises CaptureError where memory would have to grow during graph capture, MemoryError where
+        there is none.
         """
         capacity, control = self._controls.get(plan, (0, None))
         if (
@@ -96,8 +105,9 @@ class Workspace:
         ):
             if is_capturing(stream):
                 raise CaptureError(
-                    f"the workspace must grow to {num_tokens} tokens, which a graph capture forbids; call "
-                    f"jitmoe.warmup(..., num_tokens={num_tokens}) or the layer itself once before capturing"
+                    f"the workspace must grow to {num_tokens} tokens, which a graph capture "
+                    f"forbids; call jitmoe.warmup(..., num_tokens={num_tokens}) or the layer "
+                    "itself once before capturing"
                 )
             capacity, control = self._grow(plan, max(num_tokens, self.max_tokens), stream)
         scratch, counters = plan.scratch(capacity), plan.control(capacity)
@@ -106,7 +116,9 @@ class Workspace:
         } | {name: control.data.ptr + offset for name, offset in counters.offsets.items()}
 
     def note_launch(self, stream: int) -> None:
-        """A captured graph keeps the addresses of this launch: memory it uses is never freed from now on."""
+        """A captured graph keeps the addresses of this launch: memory it uses is never freed from
+        now on.
+        """
         if not self._captured:
             self._captured = is_capturing(stream)
 
@@ -146,8 +158,9 @@ class Workspace:
             except cupy.cuda.memory.OutOfMemoryError as error:
                 self._controls.pop(plan, None)
                 raise MemoryError(
-                    f"a workspace for {capacity} tokens needs {plan.workspace_bytes(capacity):,} bytes of GPU memory: "
-                    f"{error}; split the batch"
+                    f"a workspace for {capacity} tokens needs "
+                    f"{plan.workspace_bytes(capacity):,} bytes of GPU memory: {error}; "
+                    "split the batch"
                 ) from error
         self.generation += 1
         return self._controls[plan]
@@ -158,7 +171,10 @@ class Workspace:
             self._retired.append(array)
 
     def check(self) -> None:
-        """Raise DeviceTimeout if a launch ran out of a wait's budget. Synchronise the stream first to be sure of the last."""
+        """Raise DeviceTimeout if a launch ran out of a wait's budget.
+
+        Synchronise the stream first to be sure of the last.
+        """
         if self._status[0]:
             raise DeviceTimeout(self._describe())
 
@@ -167,9 +183,10 @@ class Workspace:
         awaited = _WAITS.get(what, f"wait {what}").format(index=index, expected=expected)
         role = next((r for p in self._controls for r in _roles_of_warp(p, warp)), "?")
         return (
-            f"after {self.timeout_us / 1e6:g} s, role {role} (warp {warp}) of block {block} still waited for {awaited}. "
-            "Results of that launch and of later ones are invalid; call Workspace.reset() and run again. A kernel "
-            "that holds SMs on another stream, or a debugger, can cause it: give the wait more time with timeout_s"
+            f"after {self.timeout_us / 1e6:g} s, role {role} (warp {warp}) of block {block} "
+            f"still waited for {awaited}. Results of that launch and of later ones are invalid; "
+            "call Workspace.reset() and run again. A kernel that holds SMs on another stream, or a "
+            "debugger, can cause it: give the wait more time with timeout_s"
         )
 
     def reset(self) -> None:
@@ -205,8 +222,9 @@ def implicit_workspace(device: int, stream: int) -> Workspace:
     if workspace is None:
         if is_capturing(stream):
             raise CaptureError(
-                "the first call on this stream is inside a graph capture; call jitmoe.warmup(...) or the layer once on "
-                "the stream before capturing, or pass workspace="
+                "the first call on this stream is inside a graph capture; call "
+                "jitmoe.warmup(...) or the layer once on the stream before capturing, "
+                "or pass workspace="
             )
         workspace = _implicit[device, stream] = Workspace(device)
     return workspace

@@ -140,9 +140,10 @@ def test_weights_that_do_not_fit(changes, parts):
     "sizes, parts",
     [
         ({"hidden": 520}, ["hidden", "multiple of 128", "520", "pad"]),
-        ({"hidden": 16_512}, ["hidden", "16,384", "16,512", "shard"]),
+        ({"hidden": 16_512}, ["hidden", "16,384", "got 16,512; shard the layer"]),
+        ({"intermediate": 32_784}, ["intermediate", "32,768", "got 32,784; shard the layer"]),
         ({"intermediate": 24}, ["intermediate", "multiple of 16", "24", "pad"]),
-        ({"experts": 1025}, ["num_experts", "1,024", "1,025", "shard"]),
+        ({"experts": 1025}, ["num_experts", "1,024", "got 1,025; shard"]),
         ({"experts": 0}, ["num_experts", "from 1", "0"]),
     ],
 )
@@ -248,9 +249,13 @@ def test_workspace_stream_and_plan_must_fit():
 @pytest.mark.parametrize(
     "num_tokens, top_k, parts",
     [
-        (262_145, 2, ["num_tokens", "262,144", "262,145", "split"]),
-        (1, 33, ["top_k", "32", "33", "split"]),
-        (1, 0, ["top_k", "from 1", "0"]),
+        (262_145, 2, ["num_tokens", "262,144", "got 262,145; split"]),
+        (-1, 2, ["num_tokens", "from 0", "got -1"]),
+        (True, 2, ["num_tokens", "an integer", "got True"]),
+        (1.0, 2, ["num_tokens", "an integer", "got 1.0"]),
+        (1, 33, ["top_k", "32", "got 33; split"]),
+        (1, 0, ["top_k", "from 1", "got 0"]),
+        (1, True, ["top_k", "an integer", "got True"]),
     ],
 )
 def test_calls_without_a_kernel(num_tokens, top_k, parts):

@@ -1,4 +1,4 @@
-"""The kernels themselves, run by the emulator against the oracle; and what the emulator says of kernels gone wrong."""
+"""The kernels themselves against the oracle, emulated; and what the emulator says of wrong ones."""
 
 import dataclasses
 import re
@@ -33,10 +33,15 @@ def random_layer(plan, seed=0):
     return reference.random_layer(plan.num_experts, plan.hidden, plan.intermediate, seed)
 
 
-def check(emulated: EmulatedLayer, num_tokens, routing="uniform", x_is_fp8=False, seed=0, plan=None):
-    """One launch against the oracle; returns y. One flipped rounding of an activation is a few percent of an element."""
+def check(emulated: EmulatedLayer, num_tokens, routing="uniform", x_is_fp8=False, seed=0):
+    """One launch against the oracle; returns y.
+
+    An activation that rounds the other way may be a few percent of some element.
+    """
     plan = emulated.plan
-    tokens = reference.random_tokens(num_tokens, plan.hidden, plan.num_experts, plan.top_k, seed, routing)
+    tokens = reference.random_tokens(
+        num_tokens, plan.hidden, plan.num_experts, plan.top_k, seed, routing
+    )
     codes, scale = fp8.quantize_tokens(tokens.x)
     x = (codes, scale) if x_is_fp8 else fp8.encode_bf16(tokens.x)
     y = emulated(x, tokens.topk_ids, tokens.topk_weights, seed=seed)
@@ -53,7 +58,9 @@ CASES = {
     "decode, ragged, shared routing": make_plan("decode", 256, 208, 8, 4, num_local_pairs=2),
     "decode, unrolled": make_plan("decode", 640, 320, 16, 3, unroll_k=2),
     "prefill": make_plan("prefill", 512, 192, 8, 2),
-    "prefill, shared routing, unrolled": make_plan("prefill", 640, 384, 4, 2, num_local_pairs=2, unroll_k=4),
+    "prefill, shared routing, unrolled": make_plan(
+        "prefill", 640, 384, 4, 2, num_local_pairs=2, unroll_k=4
+    ),
 }
 
 
@@ -108,7 +115,9 @@ def test_a_stall_says_who_waits_for_what():
         check(emulated, 8, seed=5)
     report = str(caught.value)
     assert re.search(r"load warp 0 of block 1 \(lanes 00000001\) waits for flag banks", report)
-    assert re.search(r"math warp 11 of block 0 waits for named barrier 0: 383 of 384 threads", report)
+    assert re.search(
+        r"math warp 11 of block 0 waits for named barrier 0: 383 of 384 threads", report
+    )
 
 
 def test_waits_give_up_when_the_clock_runs_out():

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import pairwise, product
 
+import numpy as np
 import pytest
 
 from jitmoe.plan.gpu import GPUS, gpu_spec, match_device
@@ -40,12 +41,19 @@ def with_tokens(problem, num_tokens):
 
 # Problems.
 
+TOKENS = ("integer from 0 to 262,144", "split the batch over several calls")
+RANKS = ("integer from 1 to 1,024", "shard the experts over ranks")
+SLOTS = ("integer from 1 to 32", "split the slots over two calls and add the results")
+HIDDEN, MIDDLE = "multiple of 128 up to 16,384", "multiple of 16 up to 32,768"
+PAD, SHARD = "pad the weights with zeros to a multiple", "shard the layer"
 LIMITS = [
-    ("num_tokens", (-1, MAX_TOKENS + 1, 1.0, "1", None), "from 0 to 262,144", "split the batch"),
-    ("num_experts", (0, 1025, 2.0, "8"), "from 1 to 1,024", "shard the experts over ranks"),
-    ("top_k", (0, 33, None), "from 1 to 32", "split the slots over two calls"),
-    ("hidden", (0, 64, 7000, 16512, -128, 128.0), "multiple of 128 up to 16,384", "pad"),
-    ("intermediate", (0, 8, 200, 32784, "16"), "multiple of 16 up to 32,768", "pad"),
+    ("num_tokens", (-1, MAX_TOKENS + 1, 1.0, "1", None, True, False), *TOKENS),
+    ("num_experts", (0, 1025, 2.0, "8", True), *RANKS),
+    ("top_k", (0, 33, None, True), *SLOTS),
+    ("hidden", (0, 64, 7000, -128, 128.0, True), HIDDEN, PAD),
+    ("hidden", (16_385, 16_512, np.int64(1 << 20)), HIDDEN, SHARD),
+    ("intermediate", (0, 8, 200, "16", True, np.int32(1000), np.float32(16)), MIDDLE, PAD),
+    ("intermediate", (32_769, 32_784), MIDDLE, SHARD),
 ]
 
 
@@ -56,9 +64,30 @@ LIMITS = [
 def test_problem_refuses(field, got, allowed, remedy):
     with pytest.raises(ValueError) as error:
         replace(S1, **{field: got})
-    message = str(error.value)
-    assert message.startswith(field) and allowed in message and remedy in message
-    assert f"got {got!r}" in message and "\n" not in message
+    is_number = isinstance(got, int | np.integer) and not isinstance(got, bool)
+    shown = f"{got:,}" if is_number else repr(got)
+    article = "a" if allowed.startswith("multiple") else "an"
+    assert str(error.value) == f"{field} must be {article} {allowed}, got {shown}; {remedy}"
+
+
+def test_numbers_of_messages_are_readable():
+    for field, got, shown in [
+        ("num_tokens", 262_145, "got 262,145; "),
+        ("hidden", 16_512, "got 16,512; "),
+        ("intermediate", np.int64(-16_016), "got -16,016; "),
+        ("top_k", True, "got True; "),
+        ("num_experts", "1025", "got '1025'; "),
+    ]:
+        with pytest.raises(ValueError, match=shown):
+            replace(S1, **{field: got})
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.int32])
+def test_problem_accepts_numpy_integers(kind):
+    sizes = (8192, 7168, 2048, 32, 8)
+    own, ours = MoeProblem(*map(kind, sizes)), MoeProblem(*sizes)
+    assert own == ours and hash(own) == hash(ours)
+    assert bucket(own) == bucket(ours) and decode_limit(own) == decode_limit(ours)
 
 
 @pytest.mark.parametrize(
@@ -115,6 +144,7 @@ def test_gpu_spec():
         ("NVIDIA H100 PCIe", "h100-pcie"),
         ("NVIDIA H20", "h20"),
         ("NVIDIA H20-3e", "h20"),
+        ("nvidia h200", "h200"),
     ],
 )
 def test_match_device(device_name, row):
@@ -126,15 +156,31 @@ def test_match_device(device_name, row):
         100,
         200_000,
     )
-    for rate in ("read_gbps", "fp8_tflops", "l2_bytes"):
+    for rate in ("read_gbps", "fp8_tflops", "l2_bytes", "measured"):
         assert getattr(spec, rate) == getattr(GPUS[row], rate)
 
 
-def test_match_device_without_a_kernel():
+@pytest.mark.parametrize(
+    "device_name", ["NVIDIA GH200 480GB", "NVIDIA H800", "NVIDIA H2000", "NVIDIA H100X", "GPU", ""]
+)
+def test_match_device_takes_whole_words(device_name):
+    """A device that names no row is no H200 for holding its letters: it gets the slowest rates."""
+    spec = match_device(device_name, "sm_90a", 132, 232_448)
+    slowest = min(HOPPERS, key=lambda gpu: gpu.read_gbps)
+    assert (spec.read_gbps, spec.fp8_tflops) == (slowest.read_gbps, slowest.fp8_tflops)
+    assert spec.read_gbps < H200.read_gbps and spec.measured is False
+    assert (spec.name, spec.num_sms, spec.smem_bytes) == (device_name, 132, 232_448)
+    choose(S1, spec)
+
+
+@pytest.mark.parametrize(
+    ("device_name", "arch"), [("NVIDIA A100-SXM4-80GB", "sm_80"), ("NVIDIA B200", "sm_100a")]
+)
+def test_match_device_without_a_kernel(device_name, arch):
     with pytest.raises(ValueError) as error:
-        match_device("NVIDIA A100-SXM4-80GB", "sm_80", 108, 166_912)
+        match_device(device_name, arch, 108, 166_912)
     message = str(error.value)
-    assert "A100" in message and "sm_80" in message and "sm_90a" in message and "Run on" in message
+    assert message.startswith(f"{device_name} is {arch}; kernels exist for sm_90a. Run on a Hopper")
 
 
 # The heuristic.
@@ -165,7 +211,22 @@ def test_plan_depends_on_tokens_through_the_bucket_alone():
         assert plans_of_model(problem, H200) == {plan.bucket: plan for plan in plans}
 
 
-@pytest.mark.parametrize("problem", [S1, S2, S3, S4, MoeProblem(0, 128, 16, 1, 1)])
+LAYERS = [
+    S1,
+    S2,
+    S3,
+    S4,
+    MoeProblem(0, 128, 16, 1, 1),
+    MoeProblem(0, 4096, 14336, 8, 8),
+    MoeProblem(0, 384, 208, 3, 2),
+    MoeProblem(0, 7168, 2048, 384, 8),
+    MoeProblem(0, 2048, 768, MAX_EXPERTS, 1),
+    MoeProblem(0, 2048, 768, MAX_EXPERTS, 32),
+    MoeProblem(0, 2048, 768, 1, 8),  # top_k above num_experts
+]
+
+
+@pytest.mark.parametrize("problem", LAYERS)
 def test_bucket_edges(problem):
     limit = decode_limit(problem)
     below, above = with_tokens(problem, limit), with_tokens(problem, limit + 1)
@@ -180,6 +241,26 @@ def test_bucket_edge_by_hand():
     # Every token hits all experts, so that tokens per expert are the tokens.
     assert decode_limit(MoeProblem(0, 128, 16, 4, 4)) == DECODE_TOKENS_PER_EXPERT
     assert decode_limit(MoeProblem(0, 128, 16, 1, 1)) == DECODE_TOKENS_PER_EXPERT
+    assert decode_limit(MoeProblem(0, 128, 16, 1, 8)) == DECODE_TOKENS_PER_EXPERT / 8
+
+
+@pytest.mark.parametrize("problem", LAYERS)
+def test_decode_limit_is_what_bucket_says(problem):
+    limit = decode_limit(problem)
+    assert type(limit) is int and 0 < limit < MAX_TOKENS
+    sizes = {0, 1, limit // 2, *range(max(0, limit - 40), limit + 41), 2 * limit + 1, MAX_TOKENS}
+    for num_tokens in sizes:
+        expected = "decode" if num_tokens <= limit else "prefill"
+        assert bucket(with_tokens(problem, num_tokens)) == expected, num_tokens
+    for num_tokens in (0, 1, limit, MAX_TOKENS):  # of the problem itself: ignored
+        assert decode_limit(with_tokens(problem, num_tokens)) == limit
+
+
+@pytest.mark.parametrize("num_tokens", [1, MAX_TOKENS])
+def test_choose_refuses_a_gpu_without_a_kernel(num_tokens):
+    with pytest.raises(PlanError) as error:
+        choose(with_tokens(S1, num_tokens), GPUS["b200"])
+    assert str(error.value) == "the kernel exists for sm_90a, the plan is for sm_100a"
 
 
 def test_choose_refuses_a_gpu_of_small_shared_memory():
@@ -246,13 +327,23 @@ ROOMY = replace(H200, smem_bytes=1 << 20)
 @pytest.mark.parametrize(
     ("changes", "gpu", "message"),
     [
-        ({"arch": "sm_100a"}, H200, "plan is for sm_100a, the H200 is sm_90a; plan again for it"),
+        ({"arch": "sm_100a"}, H200, "kernel exists for sm_90a, the plan is for sm_100a"),
+        ({"arch": "sm_100a"}, GPUS["b200"], "kernel exists for sm_90a, the plan is for sm_100a"),
+        ({}, GPUS["b200"], "plan is for sm_90a, the B200 is sm_100a; plan again for it"),
         ({"num_stages": 9}, H200, r"shared memory is [\d,]+ B, the H200 has 232,448 B .* fewer"),
         ({"bucket": "medium"}, ROOMY, "bucket must be decode or prefill, got 'medium'"),
         ({"num_stages": 2}, H200, "the ring needs 3 stages .*, got 2"),
         ({"num_task_slots": 1}, H200, "needs 2 task slots, got 1"),
-        ({"num_local_pairs": 65_537}, ROOMY, "16-bit pair numbers, got room for 65537"),
-        ({"top_k": 1 << 20}, ROOMY, r"counters must stay under 2\^31 words"),
+        ({"num_local_pairs": 65_536}, ROOMY, "16-bit pair numbers, got room for 65,536"),
+        ({"num_local_pairs": -1}, H200, "16-bit pair numbers, got room for -1"),
+        ({"unroll_k": 0}, H200, "unroll_k must be from 1 to 8 k-blocks, got 0"),
+        ({"unroll_k": -4}, H200, "unroll_k must be from 1 to 8 k-blocks, got -4"),
+        ({"unroll_k": 9}, H200, "unroll_k must be from 1 to 8 k-blocks, got 9"),
+        ({"hidden": 7000}, H200, "hidden must be a multiple of 128 .*, got 7,000; pad"),
+        ({"hidden": 16_512}, H200, "hidden must be a multiple .*, got 16,512; shard the layer"),
+        ({"intermediate": 32_784}, H200, "intermediate must .*, got 32,784; shard the layer"),
+        ({"num_experts": 1025}, H200, "num_experts must be .* to 1,024, got 1,025; shard"),
+        ({"top_k": 1 << 20}, H200, "top_k must be .* from 1 to 32, got 1,048,576; split"),
         ({"math_regs": 240}, H200, "roles want 72,704 registers, a block .* gets 64,512; give"),
         ({"producer_regs": 20}, H200, "role load must be a multiple of 8 in 24..256, got 20"),
         ({"math_regs": 204}, H200, "role math must be a multiple of 8 in 24..256, got 204"),
@@ -260,9 +351,42 @@ ROOMY = replace(H200, smem_bytes=1 << 20)
 )
 def test_check_refuses(changes, gpu, message):
     plan = choose(S1, H200)
-    plan.check(gpu)
+    plan.check(H200)
     with pytest.raises(PlanError, match=message):
         replace(plan, **changes).check(gpu)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"unroll_k": 1},
+        {"unroll_k": 8},
+        {"num_local_pairs": 0},
+        {"num_local_pairs": 65_535},
+        {"num_stages": 3},
+        {"num_task_slots": 2},
+    ],
+)
+def test_check_accepts_its_limits(changes):
+    replace(choose(S1, H200), **changes).check(ROOMY)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"arch": "sm_100a"}, "kernel exists for"),
+        ({"bucket": "medium"}, "bucket must be"),
+        ({"hidden": 7000}, "hidden must be"),
+        ({"num_stages": 2}, "needs 3 stages"),
+        ({"num_task_slots": 1}, "needs 2 task slots"),
+        ({"num_local_pairs": 65_536}, "16-bit pair numbers"),
+        ({"unroll_k": 9}, "unroll_k must be"),
+    ],
+)
+def test_check_looks_at_shared_memory_last(changes, message):
+    """What a plan can never be is said first, on whatever GPU it would not fit."""
+    with pytest.raises(PlanError, match=message):
+        replace(choose(S1, H200), **changes).check(replace(H200, smem_bytes=1024))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,125 @@
+"""Random layers and calls on the GPU, poisoned before every launch, judged by the oracle."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+
+from jitmoe import ExpertWeights, Workspace, mega_moe, reference
+from jitmoe.fp8 import encode_bf16, quantize_tokens
+
+# ||y - ref|| / ||ref||: rounding where the kernel rounds too, and the noise of the format.
+REQUANTIZED_BOUND, EXACT_BOUND = 5e-3, 2.6e-2
+# |y - ref| / (|ref| + rms of ref's row). A code of the re-quantised activations that falls on the
+# other side of a tie is off by one step of e4m3, at most 2^-4 of the largest of its group: rare
+# enough to leave the norm alone, and 0.25 leaves room for four such in the same sum of one element.
+WORST_BOUND = 0.25
+
+
+class Layer(NamedTuple):
+    codes: reference.Layer
+    weights: ExpertWeights
+    num_experts: int
+    hidden: int
+    intermediate: int
+
+
+class Call(NamedTuple):
+    layer: Layer
+    tokens: reference.Tokens
+    codes: object  # x quantised, as mega_moe does inside
+    scale: object
+
+    @property
+    def fp8(self):
+        return self.codes, self.scale
+
+    @property
+    def bf16(self):
+        import cupy
+
+        return encode_bf16(self.tokens.x, cupy)
+
+    def run(self, x, workspace, **arguments):
+        """One call with the workspace's scratch and the output poisoned with 0xFF first."""
+        import cupy
+
+        if workspace.scratch is not None:
+            workspace.scratch.fill(0xFF)
+        y = arguments.pop("out", None)
+        if y is None:
+            y = cupy.full(self.tokens.x.shape, 0xFFFF, cupy.uint16)
+        ids = arguments.pop("topk_ids", self.tokens.topk_ids)
+        router = arguments.pop("topk_weights", self.tokens.topk_weights)
+        mega_moe(x, ids, router, self.layer.weights, out=y, workspace=workspace, **arguments)
+        cupy.cuda.Device().synchronize()
+        workspace.check()
+        return y
+
+    def reference(self, requantize=True):
+        import cupy
+
+        return reference.mega_moe(
+            self.codes,
+            self.scale,
+            self.tokens.topk_ids,
+            self.tokens.topk_weights,
+            *self.layer.codes,
+            requantize=requantize,
+            xp=cupy,
+        )
+
+    def check(self, y, exact_bound=EXACT_BOUND):
+        import cupy
+
+        ref = self.reference()
+        assert reference.relative_error(y, ref, cupy) <= REQUANTIZED_BOUND
+        assert reference.worst_element(y, ref, cupy) <= WORST_BOUND
+        exact = self.reference(requantize=False)
+        assert reference.relative_error(y, exact, cupy) <= exact_bound
+
+
+@pytest.fixture(scope="session")
+def make_layer():
+    """make_layer(num_experts, hidden, intermediate, seed=0): memoised."""
+    import cupy
+
+    made = {}
+
+    def make(num_experts, hidden, intermediate, seed=0, outliers=0):
+        key = (num_experts, hidden, intermediate, seed, outliers)
+        if key not in made:
+            codes = reference.random_layer(*key[:3], seed=seed, xp=cupy, outliers=outliers)
+            weights = ExpertWeights(codes.w13, codes.w2, codes.w13_scale, codes.w2_scale)
+            made[key] = Layer(codes, weights, *key[:3])
+        return made[key]
+
+    yield make
+    made.clear()
+
+
+@pytest.fixture
+def make_call(make_layer):
+    """make_call(layer, num_tokens, top_k, routing="uniform", seed=1, outliers=0)."""
+    import cupy
+
+    def make(layer, num_tokens, top_k, routing="uniform", seed=1, outliers=0):
+        tokens = reference.random_tokens(
+            num_tokens,
+            layer.hidden,
+            layer.num_experts,
+            top_k,
+            seed=seed,
+            routing=routing,
+            xp=cupy,
+            outliers=outliers,
+        )
+        return Call(layer, tokens, *quantize_tokens(tokens.x, cupy))
+
+    return make
+
+
+@pytest.fixture
+def workspace():
+    return Workspace(timeout_s=20)

@@ -1,0 +1,157 @@
+"""Results against the oracle: shapes, routings, token counts, formats."""
+
+import pytest
+
+from jitmoe import ExpertWeights, mega_moe, reference
+
+EXACT_BOUND = 2.6e-2  # the noise of the format, at sizes that average it out
+
+# num_experts, hidden, intermediate, top_k: multiples of the tiles, ragged ends of both GEMMs, one
+# k-block, more experts than warps or lanes divide, one expert.
+SHAPES = {
+    "even": (16, 512, 256, 4),
+    "ragged_192": (8, 384, 192, 2),
+    "ragged_208": (12, 256, 208, 3),
+    "ragged_320": (8, 640, 320, 2),
+    "tiny_16": (4, 128, 16, 2),
+    "many_experts": (300, 256, 128, 8),
+    "one_expert": (1, 256, 384, 1),
+    "wide": (5, 1152, 1040, 5),
+    "top_32": (64, 256, 128, 32),
+}
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 60, 333, 2100])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_shapes(make_layer, make_call, workspace, shape, num_tokens):
+    *sizes, top_k = SHAPES[shape]
+    call = make_call(make_layer(*sizes), num_tokens, top_k)
+    # Few channels and tokens average little of the format's noise out.
+    bound = EXACT_BOUND if min(sizes[1:]) >= 256 and num_tokens > 50 else 4e-2
+    call.check(call.run(call.fp8, workspace), bound)
+    call.check(call.run(call.bf16, workspace), bound)
+
+
+@pytest.mark.parametrize("num_tokens", [5, 64, 700, 3000])
+@pytest.mark.parametrize("routing", reference.ROUTINGS)
+def test_routings(make_layer, make_call, workspace, routing, num_tokens):
+    call = make_call(make_layer(24, 512, 256), num_tokens, 4, routing)
+    call.check(call.run(call.fp8, workspace), 4e-2)
+
+
+@pytest.mark.parametrize("num_tokens", [16, 1500])
+def test_outliers(make_layer, make_call, workspace, num_tokens):
+    """Channels 30 times as large as the others: accumulation and scales are per 128 channels."""
+    call = make_call(make_layer(8, 1024, 512, outliers=8), num_tokens, 2, outliers=8)
+    call.check(call.run(call.fp8, workspace), 5e-2)
+
+
+def test_no_tokens(make_layer, make_call, workspace):
+    import cupy
+
+    layer = make_layer(16, 512, 256)
+    x = cupy.zeros((0, 512), cupy.uint16)
+    ids, router = cupy.zeros((0, 4), cupy.int32), cupy.zeros((0, 4), cupy.float32)
+    assert mega_moe(x, ids, router, layer.weights, workspace=workspace).shape == (0, 512)
+
+
+@pytest.mark.parametrize("num_tokens", [9, 900])
+def test_tokens_without_experts_are_zero(make_layer, make_call, workspace, num_tokens):
+    """Ids out of range, the extremes included, are unused slots and never an address."""
+    import cupy
+
+    call = make_call(make_layer(16, 512, 256), num_tokens, 4)
+    ids = call.tokens.topk_ids.astype(cupy.int64)
+    ids[::3] = cupy.asarray([-1, 16, 2**62, -(2**63)])
+    call = call._replace(tokens=call.tokens._replace(topk_ids=ids))
+    y = call.run(call.fp8, workspace)
+    assert not y[::3].any()
+    call.check(y, 4e-2)
+    every = cupy.full_like(ids, -1)
+    assert not call.run(call.fp8, workspace, topk_ids=every).any()
+
+
+@pytest.mark.parametrize("num_tokens", [6, 800])
+def test_number_formats(make_layer, make_call, workspace, num_tokens):
+    """int64 ids and bf16 router weights give what int32 and f32 of the same values give."""
+    import cupy
+
+    from jitmoe.fp8 import decode_bf16, encode_bf16
+
+    call = make_call(make_layer(16, 512, 256), num_tokens, 4)
+    router = encode_bf16(call.tokens.topk_weights, cupy)
+    plain = call.run(call.fp8, workspace, topk_weights=decode_bf16(router, cupy))
+    other = call.run(
+        call.fp8, workspace, topk_ids=call.tokens.topk_ids.astype(cupy.int64), topk_weights=router
+    )
+    assert (plain == other).all()
+
+
+@pytest.mark.parametrize("num_tokens", [6, 800])
+def test_strided_arguments(make_layer, make_call, workspace, num_tokens):
+    """Views: rows of x and y with gaps, x_scale column-major, weights inside a larger tensor."""
+    import cupy
+
+    call = make_call(make_layer(6, 512, 256), num_tokens, 2)
+    plain = call.run(call.fp8, workspace)
+
+    x = cupy.zeros((num_tokens, 1024), cupy.uint8)
+    x[:, 512:] = call.codes
+    scale = cupy.asfortranarray(call.scale)
+    y = cupy.full((num_tokens, 2 * 512), 0xFFFF, cupy.uint16)
+    assert (call.run((x[:, 512:], scale), workspace, out=y[:, :512]) == plain).all()
+    assert (y[:, 512:] == 0xFFFF).all()
+
+    codes = call.layer.codes
+    wide = [
+        cupy.zeros((w.shape[0], w.shape[1] + 16, w.shape[2] + 128), w.dtype)
+        for w in (codes.w13, codes.w2)
+    ]
+    w13, w2 = (big[:, 16:, 128:] for big in wide)
+    w13[...], w2[...] = codes.w13, codes.w2
+    layer = call.layer._replace(weights=ExpertWeights(w13, w2, codes.w13_scale, codes.w2_scale))
+    assert (call._replace(layer=layer).run(call.fp8, workspace) == plain).all()
+
+
+def test_gate_and_up_are_not_swapped(workspace):
+    """An asymmetric case by hand: gate 2 and up 3 give silu(2) * 3 in every channel."""
+    import cupy
+    import numpy as np
+
+    hidden, intermediate = 128, 64
+    e4m3_one, codes = 0x38, lambda *shape: cupy.zeros(shape, cupy.uint8)
+    w13, w2 = codes(1, 2 * intermediate, hidden), codes(1, hidden, intermediate)
+    w13[0, :, 0] = e4m3_one  # gate = up = x[0], times the scales below
+    w2[0] = e4m3_one
+    w13_scale = cupy.ones((1, 1, 1), cupy.float32)
+    w2_scale = cupy.full((1, 1, 1), 1 / intermediate, cupy.float32)
+    w13[0, :intermediate, 0] = 0x40  # gate rows: 2
+    w13[0, intermediate:, 0] = 0x44  # up rows: 3
+    x = codes(1, hidden)
+    x[0, 0] = e4m3_one
+    y = mega_moe(
+        (x, cupy.ones((1, 1), cupy.float32)),
+        cupy.zeros((1, 1), cupy.int32),
+        cupy.full((1, 1), 0.5, cupy.float32),
+        ExpertWeights(w13, w2, w13_scale, w2_scale),
+        workspace=workspace,
+    )
+    wanted = 0.5 * 3 * 2 / (1 + np.exp(-2.0))
+    got = y.get().astype(np.float32)
+    assert np.allclose(got, wanted, rtol=5e-3), (got[0, :4], wanted)
+
+
+def test_beyond_32_bits(make_layer, make_call, workspace):
+    """More than 2^31 weights, and more than 2^31 elements between the GEMMs and in the slices."""
+    layer = make_layer(80, 7168, 2048)
+    assert layer.codes.w13.size > 2**31
+    call = make_call(layer, 40_000, 8)
+    y = call.run(call.fp8, workspace)
+    assert 40_000 * 8 * 7168 > 2**31
+    some = slice(39_700, 40_000)
+    few = call._replace(
+        tokens=reference.Tokens(*(array[some] for array in call.tokens)),
+        codes=call.codes[some],
+        scale=call.scale[some],
+    )
+    few.check(y[some])
