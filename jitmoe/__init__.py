@@ -6,7 +6,8 @@ Importing it touches no GPU, imports no CuPy and creates no file.
 
 from jitmoe.fused import mega_moe, warmup, workspace_bytes
 from jitmoe.jit.nvrtc import CompileError
-from jitmoe.plan.plan import MegaMoePlan, PlanError
+from jitmoe.plan.mega_moe import MegaMoePlan
+from jitmoe.plan.plan import PlanError
 from jitmoe.plan.problem import MoeProblem
 from jitmoe.run.driver import DriverError
 from jitmoe.run.workspace import CaptureError, DeviceTimeout, Workspace

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from jitmoe.plan import heuristics
-from jitmoe.plan.plan import MegaMoePlan
+from jitmoe.plan.mega_moe import MegaMoePlan
 from jitmoe.plan.problem import QUANT_GROUP, MoeProblem
 from jitmoe.run import arrays
 from jitmoe.run.arrays import DeviceArray, check_array, check_rows, view
@@ -95,6 +95,7 @@ def mega_moe(
         y.strides[0],
         call.num_tokens,
         prepared.bank_words,
+        prepared.row_capacity,
         x_is_bf16,
         call.topk_ids.dtype == "i64",
         call.topk_weights.dtype != "f32",
@@ -225,11 +226,12 @@ class _Prepared(NamedTuple):
     weight_scales: tuple[int, int]
     scale_strides: tuple[int, ...]
     bank_words: int
+    row_capacity: int
     capacity: int
     generation: int
 
 
-_SCRATCH = ("x_quant", "x_quant_scale", "row_pairs", "mid", "mid_scale", "slices")
+_SCRATCH = ("pool", "pool_scale", "row_pairs", "mid", "mid_scale", "slices")
 _CONTROL = ("header", "banks", "combine_count")
 
 
@@ -253,7 +255,10 @@ def _prepare(weights, plan, workspace, num_tokens, stream) -> _Prepared:
         kernel = load(plan, weights.device)
         memory = workspace.reserve(plan, num_tokens, stream)
         params = ParamBlock(plan)
-        params.write_maps(*_weight_maps(weights, plan))
+        row_capacity = plan.row_capacity(workspace.capacity(plan))
+        params.write_maps(
+            *_weight_maps(weights, plan), *_token_maps(weights, plan, memory, row_capacity)
+        )
     w13_scale, w2_scale = weights.w13_scale, weights.w2_scale
     prepared = weights.memo[key] = _Prepared(
         kernel,
@@ -262,6 +267,7 @@ def _prepare(weights, plan, workspace, num_tokens, stream) -> _Prepared:
         (w13_scale.ptr, w2_scale.ptr),
         (w13_scale.strides[0], w2_scale.strides[0], w13_scale.strides[1], w2_scale.strides[1]),
         workspace.bank_words(plan),
+        row_capacity,
         workspace.capacity(plan),
         workspace.generation,
     )
@@ -294,3 +300,15 @@ def _weight_maps(weights: ExpertWeights, plan: MegaMoePlan) -> tuple[bytes, byte
             ),
         )
     return weights.memo[key]
+
+
+def _token_maps(weights, plan: MegaMoePlan, memory: dict, row_capacity: int) -> tuple[bytes, ...]:
+    """Prefill: maps of the pool and of mid, a box being the token side of a tile."""
+    if not plan.split_tokens:
+        return ()
+    box = [plan.block_k, plan.block_tokens]
+    widths = {"pool": weights.hidden, "mid": plan.derived_constants["mid_stride"]}
+    return tuple(
+        encode_u8_map(memory[name], [width, row_capacity], [width], box)
+        for name, width in widths.items()
+    )

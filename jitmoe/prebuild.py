@@ -15,7 +15,7 @@ from jitmoe.jit.nvrtc import options, version
 from jitmoe.plan.gpu import GPUS, KERNEL_ARCHS, GpuSpec
 from jitmoe.plan.heuristics import plans_of_model
 from jitmoe.plan.models import ModelShape
-from jitmoe.plan.plan import MegaMoePlan
+from jitmoe.plan.mega_moe import MegaMoePlan
 
 
 def gpu_of_arch(arch: str) -> GpuSpec:

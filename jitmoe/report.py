@@ -10,7 +10,7 @@ from rich.text import Text
 from jitmoe.plan import heuristics, problem
 from jitmoe.plan.gpu import GpuSpec
 from jitmoe.plan.memory_map import MemoryMap
-from jitmoe.plan.plan import MegaMoePlan
+from jitmoe.plan.mega_moe import MegaMoePlan
 from jitmoe.plan.problem import MoeProblem
 
 BLOCKS_PER_SM = 1  # the launch bounds of every room; the grid fills the GPU once

@@ -6,7 +6,7 @@ import numpy as np
 
 from jitmoe.emulate.compile import executable
 from jitmoe.emulate.run import Array, TensorMap, launch
-from jitmoe.plan.plan import MegaMoePlan
+from jitmoe.plan.mega_moe import MegaMoePlan
 from jitmoe.reference import Layer
 
 _TIMEOUT_US = 30_000_000
@@ -85,6 +85,11 @@ class EmulatedLayer:
                 (plan.block_k, plan.block_rows, 1),
             ),
         }
+        rows = plan.row_capacity(self.max_tokens)
+        if plan.split_tokens:
+            for name, width in (("pool", hidden), ("mid", plan.derived_constants["mid_stride"])):
+                box = (plan.block_k, plan.block_tokens)
+                maps[f"{name}_map"] = TensorMap(name, (width, rows), (width,), box)
         scalars = {
             "x_stride": x.strides[0] if num_tokens else 0,
             "x_scale_token_stride": 0 if x_scale is None else x_scale.strides[0] // 4,
@@ -96,6 +101,7 @@ class EmulatedLayer:
             "y_stride": hidden,
             "num_tokens": num_tokens,
             "bank_words": plan.bank_words(self.max_tokens),
+            "row_capacity": rows,
             "x_is_bf16": x_scale is None,
             "ids_are_i64": topk_ids.dtype == np.int64,
             "weights_are_bf16": topk_weights.dtype == np.uint16,

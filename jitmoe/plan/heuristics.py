@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jitmoe.plan.gpu import GpuSpec
-from jitmoe.plan.plan import MegaMoePlan, PlanError
+from jitmoe.plan.mega_moe import MegaMoePlan
+from jitmoe.plan.plan import PlanError
 from jitmoe.plan.problem import MAX_TOKENS, MoeProblem
 
 # Tokens per active expert up to which the two warpgroups share one 64-token tile. Above it a second
@@ -55,7 +56,7 @@ def choose(problem: MoeProblem, gpu: GpuSpec) -> MegaMoePlan:
     """The plan for `problem` on `gpu`. Raises PlanError if none fits."""
     name = bucket(problem)
     for num_stages in range(MAX_STAGES[name], 2, -1):
-        for num_local_pairs in (2048, 1024, 512):
+        for num_local_pairs in (2048, 1024, 512) if name == "decode" else (0,):
             plan = MegaMoePlan(
                 arch=gpu.arch,
                 bucket=name,

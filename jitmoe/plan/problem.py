@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from numbers import Integral
 
 MAX_TOKENS = 262_144
@@ -44,6 +44,8 @@ class MoeProblem:
         )
         _check_multiple("hidden", self.hidden, QUANT_GROUP, MAX_HIDDEN)
         _check_multiple("intermediate", self.intermediate, 16, MAX_INTERMEDIATE)
+        for field in fields(self):  # a NumPy integer would overflow in the products below
+            object.__setattr__(self, field.name, int(getattr(self, field.name)))
 
     @property
     def num_pairs(self) -> int:

@@ -72,6 +72,9 @@ DEVICE u32 fetch_add_shared(u32* address, u32 value) {
 // async proxy (TMA, WGMMA) from here on.
 DEVICE void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// The same for global memory: before a release of data that another CTA reads by TMA, and there after the acquire.
+DEVICE void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
 // cp.async: copies by this thread, in the generic proxy. arrive_after_copies (mbarrier.cuh) tells when they are complete.
 DEVICE void copy_16_async(void* shared, const void* global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");

@@ -1,8 +1,24 @@
-// Tensor copies, global to shared memory, that complete on an mbarrier (PTX ISA, cp.async.bulk.tensor). Rows and
+// Tensor and bulk copies, global to shared memory, that complete on an mbarrier (PTX ISA, cp.async.bulk.tensor). Rows and
 // columns out of bounds are filled with zeros and count as bytes. Relies on memory.cuh.
 
 DEVICE void prefetch_tensor_map(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// `bytes` contiguous bytes, a multiple of 16 at addresses that are.
+DEVICE void load_bulk(void* shared, const void* global, u32 bytes, u64* full) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     shared_address(shared)),
+                 "l"(global), "r"(bytes), "r"(shared_address(full))
+                 : "memory");
+}
+
+DEVICE void load_tile_2d(void* tile, const TensorMap* map, u64* full, i32 c0, i32 c1) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%3, %4}], [%2];" ::"r"(shared_address(tile)),
+        "l"(map), "r"(shared_address(full)), "r"(c0), "r"(c1)
+        : "memory");
 }
 
 DEVICE void load_tile_3d(void* tile, const TensorMap* map, u64* full, i32 c0, i32 c1, i32 c2) {

@@ -36,6 +36,9 @@ DEVICE u32 fetch_add_shared(u32* address, u32 value) {
 // async proxy (TMA, WGMMA) from here on.
 DEVICE void fence_async_shared() { emu::fence_async_shared(); }
 
+// The same for global memory: before a release of data that another CTA reads by TMA, and there after the acquire.
+DEVICE void fence_async_global() { emu::fence_async_global(); }
+
 // cp.async: copies by this thread, in the generic proxy. arrive_after_copies (mbarrier.cuh) tells when they are complete.
 DEVICE void copy_16_async(void* shared, const void* global) { emu::copy_async(shared, global, 16); }
 

@@ -1,7 +1,17 @@
-// Tensor copies, global to shared memory, that complete on an mbarrier (PTX ISA, cp.async.bulk.tensor). Rows and
+// Tensor and bulk copies, global to shared memory, that complete on an mbarrier (PTX ISA, cp.async.bulk.tensor). Rows and
 // columns out of bounds are filled with zeros and count as bytes. Relies on memory.cuh.
 
 DEVICE void prefetch_tensor_map(const TensorMap*) {}
+
+// `bytes` contiguous bytes, a multiple of 16 at addresses that are.
+DEVICE void load_bulk(void* shared, const void* global, u32 bytes, u64* full) {
+    emu::load_bulk(shared, global, bytes, full);
+}
+
+DEVICE void load_tile_2d(void* tile, const TensorMap* map, u64* full, i32 c0, i32 c1) {
+    const i32 coords[] = {c0, c1};
+    emu::load_tile(tile, map, full, 2, coords);
+}
 
 DEVICE void load_tile_3d(void* tile, const TensorMap* map, u64* full, i32 c0, i32 c1, i32 c2) {
     const i32 coords[] = {c0, c1, c2};

@@ -6,7 +6,7 @@ DEVICE void combine_token(const Params& p, u32 token, u32 used, u32 tile) {
     if (channel >= kHidden) return;
     const u16* slices = p.slices + u64(token) * kTopK * kHidden + channel;
     float sums[8] = {};
-#pragma unroll 4
+#pragma unroll 8
     for (u32 slot = 0; slot < kTopK; ++slot) {
         uint4 v = make_uint4(0, 0, 0, 0);
         if (used >> slot & 1) v = *reinterpret_cast<const uint4*>(slices + u64(slot) * kHidden);
@@ -23,7 +23,8 @@ DEVICE void combine_token(const Params& p, u32 token, u32 used, u32 tile) {
 }
 
 // After store_slices. Lanes count deliveries for a token each; then the warp sums the complete ones together.
-DEVICE void combine_tokens(const Params& p, const Task& task, const Share& share, const u32* pairs) {
+DEVICE void combine_tokens(const Params& p, const Task& task, const Share& share, const u32* pairs,
+                           const u32* used_of_row) {
     if (share.num_tokens == 0) return;
     sync_share(share);
     const u32 warp = kSplitTokens ? share.warp : share.group * 4 + share.warp;
@@ -32,7 +33,7 @@ DEVICE void combine_tokens(const Params& p, const Task& task, const Share& share
     bool last = false;
     if (i < share.num_tokens) {
         token = pairs[i] / kTopK;
-        used = used_slots(p, token);
+        used = used_of_row[i];
         u32* count = p.combine_count + u64(token) * kNumTiles2 + task.tile;
         // Releases this tile's slices and, for the last, acquires all others': pairs with itself in other CTAs.
         last = fetch_add_acq_rel_gpu(count, 1) + 1 == __popc(used);

@@ -44,8 +44,8 @@ DEVICE void store_mid_scales(const Params& p, const Task& task, const Share& sha
         for (u32 i = 0; i < 2; ++i) {
             const u32 token = j * 8 + lane * 2 + i;
             if (token >= share.num_tokens) continue;
-            const u64 row = task.row_start + token;
-            p.mid_scale[row * kMidScaleStride + task.tile] =
+            const u32 row = task.row_start + token;
+            p.mid_scale[u64(task.tile) * p.row_capacity + row] =
                 quant_scale(amax[2 * j + i]) * router_weight(p, pairs[token]);
         }
     }

@@ -29,8 +29,8 @@ DEVICE void store_mid(const Params& p, Smem& smem, const Task& task, const Share
         const u32 token = share.warp * 16 + half * 8 + lane / 4;
         if (lane % 4 == 0 && token < share.num_tokens) {
             // The router weight rides on the scale: a factor of the whole row, exact but for one rounding.
-            const u64 row = task.row_start + share.first_token + token;
-            p.mid_scale[row * kMidScaleStride + task.tile] =
+            const u32 row = task.row_start + share.first_token + token;
+            p.mid_scale[u64(task.tile) * p.row_capacity + row] =
                 quant_scale(amax[half]) * router_weight(p, pairs[token]);
         }
         amax[half] = quant_factor(amax[half]);
@@ -63,6 +63,7 @@ DEVICE void store_mid(const Params& p, Smem& smem, const Task& task, const Share
                            permute_bytes(v.x, v.y, 0x7632), permute_bytes(v.z, v.w, 0x7632));
         }
     }
+    fence_async_global();  // role_feed reads mid and its scales by TMA
     sync_warp();
 }
 

@@ -1,16 +1,9 @@
-// Token rows and scales into the ring. Rows are gathered where they lie (x, its quantised copy, or the activations
+// Token rows and scales of a decode launch into the ring. Rows are gathered where they lie (x, its quantised copy, or the activations
 // between the GEMMs) by cp.async with the swizzle applied by hand: no pool, no copy. The copies themselves arrive at the
 // stage's barrier when they have landed, so these warps wait for nothing but free stages.
 
 constexpr u32 kGatherThreads = kNumGatherWarps * kWarpThreads;
-
-// The weight scales of a tile, by lane. GEMM 1: gate, up, and up of the next block where `intermediate` is no
-// multiple of 128 and a tile's up rows straddle two blocks. GEMM 2: the tile's two blocks of rows.
-DEVICE u32 weight_scale_row(const Task& task, u32 lane) {
-    if (task.phase == kGemm2) return min_of(task.tile * 2 + lane, ceil_div(kHidden, 128) - 1);
-    if (lane == 0) return task.tile;
-    return min_of(kUpBlockOffset + task.tile + (lane - 1), ceil_div(2 * kIntermediate, 128) - 1);
-}
+constexpr u32 kFeedArrivals = kGatherThreads;  // at a full stage
 
 // What this lane copies of every k-block of a task, with all that does not depend on k worked out: one 16-byte chunk of
 // each of kRows rows, the scales of kScales tokens, and one of the tile's weight scales. Offsets of the rows, in 16-byte
@@ -30,25 +23,23 @@ struct Copies {
 DEVICE Copies find_copies(const Params& p, Smem& smem, const Task& task, u32 slot) {
     const u32 warp = warp_idx() - kGatherWarpBegin, lane = lane_idx();
     const bool gemm_2 = task.phase == kGemm2;
-    const i64 weight_row = weight_scale_row(task, min_of(lane, 2u));
     Copies c;
     i64 row_stride, scale_row_stride;
     const float* scales;
     if (gemm_2) {
         c.rows = p.mid + u64(task.row_start) * kMidStride;
         row_stride = kMidStride;
-        scales = p.mid_scale + u64(task.row_start) * kMidScaleStride;
-        scale_row_stride = kMidScaleStride;
-        c.scale_group_stride = 1;
-        c.weight_scale = p.w2_scale + task.expert * p.w2_scale_expert_stride + weight_row * p.w2_scale_row_stride;
+        scales = p.mid_scale + task.row_start;
+        scale_row_stride = 1;
+        c.scale_group_stride = p.row_capacity;
     } else {
-        c.rows = p.x_is_bf16 ? p.x_quant : p.x;
+        c.rows = p.x_is_bf16 ? p.pool : p.x;
         row_stride = p.x_is_bf16 ? kHidden : p.x_stride;
-        scales = p.x_is_bf16 ? p.x_quant_scale : p.x_scale;
+        scales = p.x_is_bf16 ? p.pool_scale : p.x_scale;
         scale_row_stride = p.x_is_bf16 ? kXQuantScaleStride : p.x_scale_token_stride;
         c.scale_group_stride = p.x_is_bf16 ? 1 : u32(p.x_scale_group_stride);
-        c.weight_scale = p.w13_scale + task.expert * p.w13_scale_expert_stride + weight_row * p.w13_scale_row_stride;
     }
+    c.weight_scale = weight_scale(p, task, min_of(lane, 2u));
     // Row i of the task: its token in x for GEMM 1, consecutive rows of mid for GEMM 2.
     const auto source_row = [&](u32 i) { return gemm_2 ? i : smem.task_rows[slot][i] / kTopK; };
     const u32 first_row = warp * 4 + lane / 8, chunk = lane % 8;
@@ -103,13 +94,7 @@ DEVICE void role_gather(const Params& p, Smem& smem, const Head& head) {
     for (;; slot.advance()) {
         const Task task = next_task(p, smem, slot);
         if (task.phase == kDone) return;
-        if (task.phase == kGemm2) {
-            // Pairs with publish_mid.
-            const u32 expected = kNumTiles1 * kNumShares;
-            wait_until(p, kWaitMid, task.block, expected, [&] {
-                return load_acquire_gpu(counter(p, head, kBankBlocks + task.block)) == expected;
-            });
-        }
+        if (task.phase == kGemm2) wait_for_mid(p, head, task.block);
         const Copies copies = find_copies(p, smem, task, slot.stage);
         for (u32 k = 0; k < num_k_blocks(task); ++k, ring.advance()) {
             wait_barrier(p, kWaitStageEmpty, &smem.empty[ring.stage], ring.stage, ring.empty_parity());

@@ -93,13 +93,13 @@ DEVICE void multiply(const Params& p, Smem& smem, Ring<kNumStages>& ring, const 
         if (step < kSteps) {
             const u32 m = step % kNumRowBlocks;
             if (step == 0) {
-                // Pairs with role_load and copy_k_block.
+                // Pairs with role_load and with role_gather or role_feed.
                 wait_barrier(p, kWaitStageFull, &smem.full[ring.stage], ring.stage, ring.parity());
             } else if (m == 0) {
                 wait_in_flight(p, &smem.full[ring.stage], ring.parity());
             }
             if (m == 0) {
-                fence_async_shared();  // cp.async wrote the token rows in the generic proxy
+                if constexpr (!kSplitTokens) fence_async_shared();  // cp.async wrote the token rows in the generic proxy
                 weights = make_uniform(at.weights + ring.stage * descriptor_step(kWeightTileBytes));
                 tokens = make_uniform(at.tokens + ring.stage * descriptor_step(kTokenTileBytes));
             }
@@ -125,7 +125,7 @@ DEVICE void multiply(const Params& p, Smem& smem, Ring<kNumStages>& ring, const 
             promotion.add(sums[m], partial[(step - 1) % 2], m, at);
             if (m == kNumRowBlocks - 1) {
                 sync_warp();
-                if (lane_idx() == 0) arrive(&smem.empty[previous]);  // pairs with role_load and role_gather
+                if (lane_idx() == 0) arrive(&smem.empty[previous]);  // pairs with role_load and role_gather or role_feed
             }
         }
         if (step < kSteps) previous = ring.stage;
@@ -166,13 +166,6 @@ DEVICE void skip_tile(const Params& p, Smem& smem, Ring<kNumStages>& ring, const
     }
 }
 
-// Pairs with role_gather: the wait for kBankBlocks.
-DEVICE void publish_mid(const Params& p, const Head& head, const Task& task, const Share& share) {
-    sync_share(share);
-    const bool leader = share.warp == 0 && lane_idx() == 0 && (kNumShares == 2 || share.group == 0);
-    if (leader) add_release_gpu(counter(p, head, kBankBlocks + task.block), 1);
-}
-
 DEVICE void role_math(const Params& p, Smem& smem, const Head& head) {
     Ring<kNumTaskSlots> slot;
     Ring<kNumStages> ring;
@@ -200,7 +193,8 @@ DEVICE void role_math(const Params& p, Smem& smem, const Head& head) {
             amax_parity ^= 1;
             publish_mid(p, head, task, share);
         } else {
-            combine_tokens(p, task, share, smem.task_rows[slot.stage] + share.first_token);
+            combine_tokens(p, task, share, smem.task_rows[slot.stage] + share.first_token,
+                           smem.task_used[slot.stage] + share.first_token);
         }
         sync_warp();
         if (lane_idx() == 0) free_task(smem, slot);

@@ -8,8 +8,8 @@ struct Task {
     u32 phase, expert, tile, row_start, num_rows, block;
 };
 
-// Arrivals that free a task slot: the load lane, and one lane of each gather and math warp.
-constexpr u32 kTaskConsumers = 1 + kNumGatherWarps + kNumMathWarps;
+// Arrivals that free a task slot: the load lane, the feed lane or one of each gather warp, one of each math warp.
+constexpr u32 kTaskConsumers = 1 + (kSplitTokens ? 1 : kNumGatherWarps) + kNumMathWarps;
 
 // Blocks of one expert that are walked together for each weight tile: their tokens stay in L2 while every weight tile
 // is read once. 16 x 128 tokens of hidden 7168 are 15 MB. Guess.
@@ -37,7 +37,7 @@ DEVICE Task decode_task(const Smem& smem, u32 index) {
     index -= unit * tiles;
     const u32 block = unit + index % unit_blocks;
     const u32 row_start = smem.row_start[low] + block * kBlockTokens;
-    const u32 num_rows = min_of(kBlockTokens, smem.row_start[low + 1] - row_start);
+    const u32 num_rows = min_of(kBlockTokens, smem.row_end[low] - row_start);
     return {phase, low, index / unit_blocks, row_start, num_rows, first + block};
 }
 
@@ -52,8 +52,9 @@ DEVICE void role_schedule(const Params& p, Smem& smem, const Head& head) {
         if (index < num_tasks) {
             task = decode_task(smem, index);
             for (u32 i = lane; i < task.num_rows; i += kWarpThreads) {
-                const u32 row = task.row_start + i;
-                smem.task_rows[slot.stage][i] = head.local ? u32(smem.local_rows[row]) : p.row_pairs[row];
+                const u32 pair = pair_of_row(p, smem, head, task.row_start + i);
+                smem.task_rows[slot.stage][i] = pair;
+                if (task.phase == kGemm2) smem.task_used[slot.stage][i] = used_slots(p, pair / kTopK);
             }
         }
         if (lane == 0) {
@@ -90,3 +91,14 @@ DEVICE Task next_task(const Params& p, Smem& smem, const Ring<kNumTaskSlots>& sl
 DEVICE void free_task(Smem& smem, Ring<kNumTaskSlots>& slot) { arrive(&smem.task_empty[slot.stage]); }
 
 DEVICE u32 num_k_blocks(const Task& task) { return task.phase == kGemm1 ? kNumKBlocks1 : kNumKBlocks2; }
+
+// Scale i of a tile's weight rows in k-block 0; further k-blocks follow. GEMM 1: gate, up, and up of the next block where
+// `intermediate` is no multiple of 128 and a tile's up rows straddle two. GEMM 2: the tile's two blocks of rows.
+DEVICE const float* weight_scale(const Params& p, const Task& task, u32 i) {
+    if (task.phase == kGemm2) {
+        const i64 row = min_of(task.tile * 2 + i, ceil_div(kHidden, 128) - 1);
+        return p.w2_scale + task.expert * p.w2_scale_expert_stride + row * p.w2_scale_row_stride;
+    }
+    const i64 row = i == 0 ? task.tile : min_of(kUpBlockOffset + task.tile + i - 1, ceil_div(2 * kIntermediate, 128) - 1);
+    return p.w13_scale + task.expert * p.w13_scale_expert_stride + row * p.w13_scale_row_stride;
+}

@@ -13,7 +13,7 @@ from jitmoe.emulate.run import EmulationError
 from jitmoe.jit.render import templates_dir
 from jitmoe.plan.gpu import GPUS
 from jitmoe.plan.heuristics import choose
-from jitmoe.plan.plan import MegaMoePlan
+from jitmoe.plan.mega_moe import MegaMoePlan
 from jitmoe.plan.problem import MoeProblem
 
 try:

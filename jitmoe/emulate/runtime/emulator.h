@@ -29,6 +29,7 @@ void store(u32* address, u32 value, Order order, Scope scope);
 u32 fetch_add(u32* address, u32 value, Order order, Scope scope);
 u32 compare_and_swap(u32* address, u32 expected, u32 desired, Order order, Scope scope);
 void fence_async_shared();
+void fence_async_global();
 void copy_async(void* shared, const void* global, u32 num_bytes);
 
 // mbarriers.
@@ -38,7 +39,8 @@ void arrive(u64* barrier, u32 expect_bytes);
 void arrive_after_copies(u64* barrier);
 bool try_wait(u64* barrier, u32 parity);
 
-// Tensor copies: `map` is a TensorMap as jitmoe/emulate/tensor_map.py encodes it.
+// Bulk copies, and tensor copies through a map as jitmoe/emulate/run.py encodes it.
+void load_bulk(void* shared, const void* global, u32 num_bytes, u64* full);
 void load_tile(void* tile, const void* map, u64* full, u32 rank, const int* coords);
 
 // Warps, blocks, registers.

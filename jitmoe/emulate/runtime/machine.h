@@ -154,6 +154,7 @@ struct Machine {
     u64 seed = 0;
     bool expire = false;   // on a stall let the clock run out, so that waits with a budget give up
     bool expired = false;
+    u64 stalled_at = 0;
     std::vector<Region> regions;
     std::vector<SharedRegion> shared_regions;
     std::vector<RoleRange> roles;

@@ -153,6 +153,23 @@ static void copy_rows(const TileCopy& copy, u32 begin, u32 end) {
     complete_bytes(copy.block, copy.barrier, (end - begin) * map.box[0]);
 }
 
+// cp.async.bulk: "sizes and addresses are multiples of 16".
+void load_bulk(void* shared, const void* global, u32 num_bytes, u64* full) {
+    maybe_switch();
+    if (num_bytes % 16 != 0) fail("a bulk copy of %u bytes: not a multiple of 16", num_bytes);
+    check_shared(shared, num_bytes, 16, "bulk copy");
+    check_global(global, num_bytes, 16, false, "bulk copy");
+    const u32 block = machine.current->block, barrier = shared_address(full);
+    find(block, barrier, "bulk copy");
+    machine.counters.tile_bytes += num_bytes;
+    std::memset(shared, 0xff, num_bytes);
+    later(machine.max_delay, [=] {
+        check_alive(block, "a bulk copy");
+        std::memcpy(shared, global, num_bytes);
+        complete_bytes(block, barrier, num_bytes);
+    });
+}
+
 void load_tile(void* tile, const void* map, u64* full, u32 rank, const int* coords) {
     maybe_switch();
     TileCopy copy{};

@@ -153,6 +153,7 @@ u32 compare_and_swap(u32* address, u32 expected, u32 desired, Order, Scope) {
 }
 
 void fence_async_shared() { maybe_switch(); }
+void fence_async_global() { maybe_switch(); }
 
 // cp.async: "the copy is asynchronous and its writes are seen by whoever waits for its completion". Each copy lands at
 // once or, as late as may be, when its completion is announced; until then its bytes are poison.

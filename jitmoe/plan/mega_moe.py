@@ -1,0 +1,272 @@
+"""MegaMoePlan: every number of the fused layer's kernel, and the memory it needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from jitmoe.plan.gpu import KERNEL_ARCHS, GpuSpec
+from jitmoe.plan.memory_map import MemoryMap, Region, align, ceil_div
+from jitmoe.plan.plan import Param, Plan, PlanError, Role
+from jitmoe.plan.problem import QUANT_GROUP, MoeProblem
+
+
+@dataclass(frozen=True)
+class MegaMoePlan(Plan):
+    """The whole layer in one launch. A tile is 256 weight rows (128 channels of gate and up, or 256
+    of down) by up to `block_tokens` tokens of one expert.
+
+    decode   weights are the 64-row operand of the tensor cores, tokens its 8 to 64 columns; the two
+             math warpgroups split the rows. Token rows are gathered where they lie.
+    prefill  tokens are the 64-row operand; each warpgroup takes 64 tokens of its own. Token rows
+             are first copied into a pool, sorted by expert, which TMA reads.
+    """
+
+    bucket: str
+    hidden: int
+    intermediate: int
+    num_experts: int
+    top_k: int
+    num_stages: int
+    num_local_pairs: int
+    producer_regs: int
+    math_regs: int
+    unroll_k: int
+    num_task_slots: int = 2
+
+    name = "mega_moe"
+    block_rows = 256
+    block_k = QUANT_GROUP
+    num_gather_warps = 2
+    num_math_warps = 8
+
+    @property
+    def split_tokens(self) -> bool:
+        """Warpgroups split a tile's tokens (prefill) or its weight rows (decode)."""
+        return self.bucket == "prefill"
+
+    @property
+    def block_tokens(self) -> int:
+        return 128 if self.split_tokens else 64
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        regs = self.producer_regs
+        load = Role("load", 1, regs, "TMA: weight tiles into the ring")
+        schedule = Role("schedule", 1, regs, "claim tasks, publish them and their token rows")
+        gather = Role("gather", self.num_gather_warps, regs, "token rows and scales into the ring")
+        feed = Role("feed", 1, regs, "TMA: token tiles and scales into the ring")
+        spare = Role("spare", 1, regs, "nothing: fills the warpgroup")
+        jobs = "GEMMs, SwiGLU, re-quantise, combine"
+        math = Role("math", self.num_math_warps, self.math_regs, jobs)
+        tokens = (feed, spare) if self.split_tokens else (gather,)
+        return (load, schedule, *tokens, math)
+
+    @property
+    def num_k_blocks_1(self) -> int:
+        return self.hidden // self.block_k
+
+    @property
+    def num_k_blocks_2(self) -> int:
+        return ceil_div(self.intermediate, self.block_k)
+
+    @property
+    def num_tiles_1(self) -> int:
+        """Weight-row tiles of GEMM 1 for one expert: 128 channels of gate and up each."""
+        return ceil_div(self.intermediate, self.block_rows // 2)
+
+    @property
+    def num_tiles_2(self) -> int:
+        return ceil_div(self.hidden, self.block_rows)
+
+    @property
+    def derived_constants(self) -> dict[str, int]:
+        warpgroup_rows = self.block_rows if self.split_tokens else self.block_rows // 2
+        return {
+            "block_tokens": self.block_tokens,
+            "block_rows": self.block_rows,
+            "block_k": self.block_k,
+            "split_tokens": int(self.split_tokens),
+            "num_row_blocks": warpgroup_rows // 64,
+            "num_gather_warps": 0 if self.split_tokens else self.num_gather_warps,
+            "num_math_warps": self.num_math_warps,
+            "num_k_blocks_1": self.num_k_blocks_1,
+            "num_k_blocks_2": self.num_k_blocks_2,
+            "num_tiles_1": self.num_tiles_1,
+            "num_tiles_2": self.num_tiles_2,
+            "mid_stride": align(self.intermediate, QUANT_GROUP),
+            "row_align": self.row_align,
+            "x_quant_scale_stride": align(self.num_k_blocks_1, 8),
+            "weight_tile_bytes": self.block_rows * self.block_k,
+            "token_tile_bytes": self.block_tokens * self.block_k,
+            # One block of w13_scale can hold the end of gate and the start of up.
+            "up_block_offset": self.intermediate // QUANT_GROUP,
+            "up_block_rest": self.intermediate % QUANT_GROUP,
+        }
+
+    @cached_property
+    def smem(self) -> MemoryMap:
+        stages, slots, tokens = self.num_stages, self.num_task_slots, self.block_tokens
+        experts, math = self.num_experts, self.num_math_warps
+        feeder = "feed" if self.split_tokens else "gather"
+        to_roles, from_roles = (
+            f"schedule -> load, {feeder}, math",
+            f"load, {feeder}, math -> schedule",
+        )
+        weight_tile, token_tile = self.block_rows * self.block_k, tokens * self.block_k
+        regions = [
+            Region("weight_tiles", "u8", (stages, weight_tile), 1024, "load -> math"),
+            Region("token_tiles", "u8", (stages, token_tile), 1024, f"{feeder} -> math"),
+            Region("token_scales", "f32", (stages, tokens), 128, f"{feeder} -> math"),
+            Region("weight_scales", "f32", (stages, 4), 16, f"{feeder} -> math"),
+            Region("transpose", "u8", (math, 1024), 128, "a math warp's own"),
+            Region("full", "u64", (stages,), 8, f"load, {feeder} -> math"),
+            Region("empty", "u64", (stages,), 8, f"math -> load, {feeder}"),
+            Region("task_full", "u64", (slots,), 8, to_roles),
+            Region("task_empty", "u64", (slots,), 8, from_roles),
+            Region("tasks", "u32", (slots, 8), 16, to_roles),
+            Region("task_rows", "u32", (slots, tokens), 16, to_roles),
+            Region("task_used", "u32", (slots, tokens), 16, "schedule -> math"),
+            Region("row_start", "u32", (experts + 1,), 4, "head -> schedule"),
+            Region("row_end", "u32", (experts,), 4, "head -> schedule"),
+            Region("block_start", "u32", (experts + 1,), 4, "head -> schedule"),
+        ]
+        if not self.split_tokens:
+            rows_apart = 4 * self.num_gather_warps
+            regions += [
+                Region("amax", "f32", (2, math, 64), 128, "math <-> math, by parity"),
+                Region(
+                    "row_offsets", "u32", (rows_apart, tokens // rows_apart), 16, "gather's own"
+                ),
+                Region("local_rows", "u16", (self.num_local_pairs,), 4, "head -> schedule"),
+            ]
+        return MemoryMap(tuple(regions))
+
+    @property
+    def row_align(self) -> int:
+        """First row of every expert: bulk copies of a tile's scales start at 16 bytes."""
+        return 4 if self.split_tokens else 1
+
+    def row_capacity(self, num_tokens: int) -> int:
+        """Rows between the GEMMs for `num_tokens` tokens: routed pairs, gaps before experts, and a
+        tile that the last copy may read past the end.
+        """
+        pairs = max(num_tokens, 1) * self.top_k
+        gaps = (self.row_align - 1) * self.num_experts
+        return align(pairs + gaps, self.block_tokens) + self.block_tokens
+
+    def scratch(self, num_tokens: int) -> MemoryMap:
+        """Regions of a workspace that hold nothing between launches."""
+        tokens, c = max(num_tokens, 1), self.derived_constants
+        pairs, rows = tokens * self.top_k, self.row_capacity(num_tokens)
+        if self.split_tokens:
+            x = (
+                Region("pool", "u8", (rows, self.hidden), 256),
+                Region("pool_scale", "f32", (self.num_k_blocks_1, rows), 256),
+            )
+        else:
+            x = (
+                Region("pool", "u8", (tokens, self.hidden), 256),
+                Region("pool_scale", "f32", (tokens, c["x_quant_scale_stride"]), 256),
+            )
+        return MemoryMap(
+            (
+                *x,
+                Region("row_pairs", "u32", (rows,), 256),
+                Region("mid", "u8", (rows, c["mid_stride"]), 256),
+                Region("mid_scale", "f32", (self.num_k_blocks_2, rows), 256),
+                Region("slices", "u16", (pairs, self.hidden), 256),
+            )
+        )
+
+    def bank_words(self, num_tokens: int) -> int:
+        """32-bit words of one bank of counters; the header is described in
+        templates/roles/routing.cuh.
+        """
+        max_blocks = ceil_div(num_tokens * self.top_k, self.block_tokens) + self.num_experts
+        return align(96 + self.num_experts + max_blocks, 32)
+
+    def control(self, num_tokens: int) -> MemoryMap:
+        """Regions that must be zero before the first launch; launches leave them ready for the
+        next.
+        """
+        words, tokens = self.bank_words(num_tokens), max(num_tokens, 1)
+        return MemoryMap(
+            (
+                Region("header", "u32", (64,), 256, "launch parity, exits, abort"),
+                Region("banks", "u32", (2, words), 256, "counters, by launch parity"),
+                Region("combine_count", "u32", (tokens, self.num_tiles_2), 256, "self-resetting"),
+            )
+        )
+
+    def workspace_bytes(self, num_tokens: int) -> int:
+        """Device memory a workspace needs for calls of up to `num_tokens` tokens."""
+        return self.scratch(num_tokens).num_bytes + self.control(num_tokens).num_bytes
+
+    @property
+    def params(self) -> tuple[Param, ...]:
+        return (
+            Param("w13_map", "TensorMap", "(hidden, 8 rows, gate|up, intermediate/8, expert)"),
+            Param("w2_map", "TensorMap", "(intermediate, hidden, expert)"),
+            Param("pool_map", "TensorMap", "(hidden, row), prefill"),
+            Param("mid_map", "TensorMap", "(mid_stride, row), prefill"),
+            Param("x", "const u8*", "[num_tokens, hidden] e4m3 or bf16"),
+            Param("x_scale", "const float*", "[num_tokens, hidden/128], e4m3 only"),
+            Param("topk_ids", "const u8*", "[num_tokens, top_k] i32 or i64"),
+            Param("topk_weights", "const u8*", "[num_tokens, top_k] f32 or bf16"),
+            Param(
+                "w13_scale", "const float*", "[num_experts, ceil(2*intermediate/128), hidden/128]"
+            ),
+            Param("w2_scale", "const float*", "[num_experts, hidden/128, ceil(intermediate/128)]"),
+            Param("y", "u16*", "[num_tokens, hidden] bf16"),
+            Param("pool", "u8*", "scratch: decode, x quantised; prefill, its rows by expert"),
+            Param("pool_scale", "float*", "scratch: [token][group]; prefill, [group][row]"),
+            Param("row_pairs", "u32*", "scratch"),
+            Param("mid", "u8*", "scratch"),
+            Param("mid_scale", "float*", "scratch, [group][row]"),
+            Param("slices", "u16*", "scratch, [num_tokens, top_k, hidden] bf16"),
+            Param("header", "u32*", "control"),
+            Param("banks", "u32*", "control"),
+            Param("combine_count", "u32*", "control, [num_tokens, num_tiles_2]"),
+            Param("status", "u32*", "host memory, read by the host after a timeout"),
+            Param("x_stride", "i64", "bytes from token to token"),
+            Param("x_scale_token_stride", "i64", "elements"),
+            Param("x_scale_group_stride", "i64", "elements"),
+            Param("w13_scale_expert_stride", "i64", "elements"),
+            Param("w2_scale_expert_stride", "i64", "elements"),
+            Param("w13_scale_row_stride", "i64", "elements"),
+            Param("w2_scale_row_stride", "i64", "elements"),
+            Param("y_stride", "i64", "elements"),
+            Param("num_tokens", "u32"),
+            Param("bank_words", "u32"),
+            Param("row_capacity", "u32", "rows of pool and mid, and from group to group of scales"),
+            Param("x_is_bf16", "u32"),
+            Param("ids_are_i64", "u32"),
+            Param("weights_are_bf16", "u32"),
+            Param("timeout_us", "u32", "budget of every wait"),
+        )
+
+    def check(self, gpu: GpuSpec) -> None:
+        if self.arch not in KERNEL_ARCHS:
+            raise PlanError(
+                f"the kernel exists for {', '.join(KERNEL_ARCHS)}, the plan is for {self.arch}"
+            )
+        if self.bucket not in ("decode", "prefill"):
+            raise PlanError(f"bucket must be decode or prefill, got {self.bucket!r}")
+        try:
+            MoeProblem(0, self.hidden, self.intermediate, self.num_experts, self.top_k)
+        except ValueError as error:
+            raise PlanError(str(error)) from None
+        if self.num_stages < 3:
+            raise PlanError(
+                f"the ring needs 3 stages to keep loads in flight, got {self.num_stages}"
+            )
+        if self.num_task_slots < 2:
+            raise PlanError(f"claiming ahead needs 2 task slots, got {self.num_task_slots}")
+        if not 0 <= self.num_local_pairs <= 65_535:
+            raise PlanError(
+                f"local rows are 16-bit pair numbers, got room for {self.num_local_pairs:,}"
+            )
+        if not 1 <= self.unroll_k <= 8:
+            raise PlanError(f"unroll_k must be from 1 to 8 k-blocks, got {self.unroll_k}")
+        super().check(gpu)

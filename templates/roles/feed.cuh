@@ -1,0 +1,40 @@
+// Token tiles and scales of a prefill launch into the ring, by one lane: TMA from the pool (GEMM 1) or the activations
+// between the GEMMs. Rows past the end of an expert are copied too; nothing reads what comes of them.
+
+constexpr u32 kFeedArrivals = 2;  // at a full stage: with the bytes of the copies, and after the weight scales
+
+DEVICE void role_feed(const Params& p, Smem& smem, const Head& head) {
+    if (lane_idx() != 0) return;
+    Ring<kNumTaskSlots> slot;
+    Ring<kNumStages> ring;
+    wait_for_head(p, head);
+    fence_async_global();
+    for (;; slot.advance()) {
+        const Task task = next_task(p, smem, slot);
+        free_task(smem, slot);
+        if (task.phase == kDone) return;
+        if (task.phase == kGemm2) {
+            wait_for_mid(p, head, task.block);
+            fence_async_global();
+        }
+        const TensorMap* map = task.phase == kGemm1 ? &p.pool_map : &p.mid_map;
+        const float* scales = (task.phase == kGemm1 ? p.pool_scale : p.mid_scale) + task.row_start;
+        const float* weight_scales[3];
+#pragma unroll
+        for (u32 i = 0; i < 3; ++i) weight_scales[i] = weight_scale(p, task, i);
+        for (u32 k = 0; k < num_k_blocks(task); ++k, ring.advance()) {
+            u64* full = &smem.full[ring.stage];
+            wait_barrier(p, kWaitStageEmpty, &smem.empty[ring.stage], ring.stage, ring.empty_parity());
+            // Both pair with role_math: multiply.
+            arrive_expect_bytes(full, kTokenTileBytes + kBlockTokens * sizeof(float));
+            load_tile_2d(smem.token_tiles[ring.stage], map, full, k * kBlockK, task.row_start);
+            load_bulk(smem.token_scales[ring.stage], scales + u64(k) * p.row_capacity, kBlockTokens * sizeof(float), full);
+#pragma unroll
+            for (u32 i = 0; i < 3; ++i) copy_4_async(&smem.weight_scales[ring.stage][i], weight_scales[i] + k);
+            arrive_after_copies(full);
+        }
+    }
+}
+
+// Fills the warpgroup of the producers.
+DEVICE void role_spare(const Params&, Smem&, const Head&) {}

@@ -1,0 +1,75 @@
+// The head of a prefill launch: every CTA sorts the pairs of its share of the tokens, and copies each of these tokens once
+// to all of its rows in Params::pool, quantising bf16 on the way. TMA then reads tiles of the pool.
+
+constexpr u32 kNoRow = ~0u;
+
+// One warp. `rows` are the rows of the token's slots.
+DEVICE void copy_token(const Params& p, u32 token, const u32* rows) {
+    constexpr u32 kBatch = 4;  // loads of 512 channels in flight
+    const u32 lane = lane_idx();
+    for (u32 first = 0; first < kHidden; first += kBatch * 512) {
+        uint4 raw[kBatch][2] = {};
+        float scale[kBatch] = {};
+#pragma unroll
+        for (u32 i = 0; i < kBatch; ++i) {
+            const u32 channel = first + i * 512 + lane * 16;
+            if (channel >= kHidden) continue;
+            if (p.x_is_bf16) {
+                const uint4* source = reinterpret_cast<const uint4*>(p.x + i64(token) * p.x_stride + channel * 2);
+                raw[i][0] = source[0];
+                raw[i][1] = source[1];
+            } else {
+                raw[i][0] = *reinterpret_cast<const uint4*>(p.x + i64(token) * p.x_stride + channel);
+                const i64 group = channel / 128;
+                scale[i] = p.x_scale[i64(token) * p.x_scale_token_stride + group * p.x_scale_group_stride];
+            }
+        }
+#pragma unroll
+        for (u32 i = 0; i < kBatch; ++i) {
+            const u32 channel = first + i * 512 + lane * 16;
+            Quantized q{raw[i][0], scale[i]};
+            if (p.x_is_bf16) q = quantize_16(raw[i]);
+            if (channel >= kHidden) continue;
+            for (u32 slot = 0; slot < kTopK; ++slot) {
+                const u32 row = rows[slot];
+                if (row == kNoRow) continue;
+                *reinterpret_cast<uint4*>(p.pool + u64(row) * kHidden + channel) = q.codes;
+                if (lane % 8 == 0) p.pool_scale[u64(channel / 128) * p.row_capacity + row] = q.scale;
+            }
+        }
+    }
+}
+
+DEVICE Head run_head(const Params& p, Smem& smem) {
+    const Head head = begin_head(p, false);
+    constexpr u32 kChunkTokens = 4096 / kTopK;  // as many at a time as have room for their rows
+    struct Sorting {
+        u32 counts[kNumExperts], next[kNumExperts], rows[kChunkTokens * kTopK];
+    };
+    static_assert(sizeof(Sorting) <= sizeof(Smem::token_tiles), "sorting aliases the token ring");
+    Sorting& sorting = *reinterpret_cast<Sorting*>(smem.token_tiles);
+    const u32 share = ceil_div(p.num_tokens, num_blocks());
+    const u32 begin = min_of(share * block_idx(), p.num_tokens), end = min_of(begin + share, p.num_tokens);
+    reserve_rows(p, smem, head, begin * kTopK, end * kTopK, sorting.counts, sorting.next);
+    for (u32 first = begin; first < end; first += kChunkTokens) {
+        const u32 last = min_of(first + kChunkTokens, end);
+        for (u32 pair = first * kTopK + thread_idx(); pair < last * kTopK; pair += kNumThreads) {
+            const u32 expert = expert_of_pair(p, pair);
+            const u32 row = expert < kNumExperts ? fetch_add_shared(sorting.next + expert, 1) : kNoRow;
+            sorting.rows[pair - first * kTopK] = row;
+            if (row != kNoRow) p.row_pairs[row] = pair;
+        }
+        sync_block();
+        for (u32 token = first + warp_idx(); token < last; token += kNumThreads / kWarpThreads) {
+            copy_token(p, token, sorting.rows + (token - first) * kTopK);
+        }
+        sync_block();
+    }
+    fence_async_global();  // role_feed reads the pool by TMA
+    fence_async_shared();  // and the ring is written by it
+    sync_block();
+    end_head(p, head);
+    return head;
+}
+
+DEVICE u32 pair_of_row(const Params& p, const Smem&, const Head&, u32 row) { return p.row_pairs[row]; }
