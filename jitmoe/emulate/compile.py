@@ -1,4 +1,4 @@
-"""Rendered text -> executable: the emulated machine (runtime/*.cpp) and the kernel, linked and kept.
+"""Rendered text -> executable: the emulated machine (runtime/*.cpp) and the kernel, and a cache.
 
 The compiler is $CXX, else g++ or clang++, else the `ziglang` wheel. Executables lie in the folder
 `emulated` of the kernel cache, named by a hash of everything they depend on.

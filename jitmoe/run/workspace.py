@@ -21,6 +21,8 @@ _WAITS = {
     5: "{expected} blocks at the grid barrier",
     6: "{expected} blocks to finish the head",
     7: "{expected} finished GEMM 1 tiles of block {index}",
+    8: "the math warps to finish the task in slot {index}",
+    9: "a token's slices in combine buffer {index}",
 }
 
 

@@ -1,7 +1,8 @@
 // Token tiles and scales of a prefill launch into the ring, by one lane: TMA from the pool (GEMM 1) or the activations
 // between the GEMMs. Rows past the end of an expert are copied too; nothing reads what comes of them.
 
-constexpr u32 kFeedArrivals = 2;  // at a full stage: with the bytes of the copies, and after the weight scales
+constexpr u32 kFeedArrivals = 2;   // at a full stage: with the bytes of the copies, and after the weight scales
+constexpr u32 kFeedConsumers = 1;  // arrivals at a task slot
 
 DEVICE void role_feed(const Params& p, Smem& smem, const Head& head) {
     if (lane_idx() != 0) return;
@@ -35,6 +36,3 @@ DEVICE void role_feed(const Params& p, Smem& smem, const Head& head) {
         }
     }
 }
-
-// Fills the warpgroup of the producers.
-DEVICE void role_spare(const Params&, Smem&, const Head&) {}

@@ -3,7 +3,8 @@
 // stage's barrier when they have landed, so these warps wait for nothing but free stages.
 
 constexpr u32 kGatherThreads = kNumGatherWarps * kWarpThreads;
-constexpr u32 kFeedArrivals = kGatherThreads;  // at a full stage
+constexpr u32 kFeedArrivals = kGatherThreads;    // at a full stage
+constexpr u32 kFeedConsumers = kNumGatherWarps;  // arrivals at a task slot
 
 // What this lane copies of every k-block of a task, with all that does not depend on k worked out: one 16-byte chunk of
 // each of kRows rows, the scales of kScales tokens, and one of the tile's weight scales. Offsets of the rows, in 16-byte

@@ -193,10 +193,9 @@ DEVICE void role_math(const Params& p, Smem& smem, const Head& head) {
             amax_parity ^= 1;
             publish_mid(p, head, task, share);
         } else {
-            combine_tokens(p, task, share, smem.task_rows[slot.stage] + share.first_token,
-                           smem.task_used[slot.stage] + share.first_token);
+            deliver_slices(p, smem, task, share, slot.stage);
         }
         sync_warp();
-        if (lane_idx() == 0) free_task(smem, slot);
+        if (lane_idx() == 0) finish_task(smem, slot);
     }
 }

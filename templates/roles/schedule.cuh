@@ -8,9 +8,6 @@ struct Task {
     u32 phase, expert, tile, row_start, num_rows, block;
 };
 
-// Arrivals that free a task slot: the load lane, the feed lane or one of each gather warp, one of each math warp.
-constexpr u32 kTaskConsumers = 1 + (kSplitTokens ? 1 : kNumGatherWarps) + kNumMathWarps;
-
 // Blocks of one expert that are walked together for each weight tile: their tokens stay in L2 while every weight tile
 // is read once. 16 x 128 tokens of hidden 7168 are 15 MB. Guess.
 constexpr u32 kUnitBlocks = 16;
@@ -88,7 +85,7 @@ DEVICE Task next_task(const Params& p, Smem& smem, const Ring<kNumTaskSlots>& sl
 }
 
 // One lane, after its warp has read the slot for the last time.
-DEVICE void free_task(Smem& smem, Ring<kNumTaskSlots>& slot) { arrive(&smem.task_empty[slot.stage]); }
+DEVICE void free_task(Smem& smem, const Ring<kNumTaskSlots>& slot) { arrive(&smem.task_empty[slot.stage]); }
 
 DEVICE u32 num_k_blocks(const Task& task) { return task.phase == kGemm1 ? kNumKBlocks1 : kNumKBlocks2; }
 
