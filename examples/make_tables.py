@@ -75,6 +75,15 @@ def number(value, form: str = "") -> str:
 
 def cells(row: dict) -> dict[str, str]:
     """Column name to text; empty where the record says nothing."""
+    if row["bench"] == "build":
+        return {
+            "bucket": row["bucket"],
+            "compile s": number(row["compile_s"]),
+            "load from disk ms": number(row["load_s"] * 1e3),
+            "spilled bytes": f"{row['spill_bytes']}",
+            "shared memory bytes": f"{row['smem_bytes']:,}",
+            "stages": f"{row['num_stages']}",
+        }
     us, floor = row["us_median"], row.get("floor_us")
     low, high = row.get("us_p10"), row.get("us_p90")
     is_layer = row["bench"] == "mega_moe"
@@ -86,6 +95,8 @@ def cells(row: dict) -> dict[str, str]:
         "floor us": number(floor),
         "floor / us": number(floor / us, ".2f") if floor and us else "",
         "relative error": number(row.get("rel_error"), ".2e"),
+        "re-quantised": number(row.get("rel_error_requantized"), ".2e"),
+        "host us": number(row.get("host_us")),
     }
     peers = {name: peer for name, peer in (row.get("peers") or {}).items() if peer}
     out |= {name: number(peer) for name, peer in peers.items()}

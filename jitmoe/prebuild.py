@@ -14,8 +14,8 @@ from jitmoe.jit.build import Built, build_many
 from jitmoe.jit.nvrtc import options, version
 from jitmoe.plan.gpu import GPUS, KERNEL_ARCHS, GpuSpec
 from jitmoe.plan.heuristics import plans_of_model
-from jitmoe.plan.models import ModelShape
 from jitmoe.plan.mega_moe import MegaMoePlan
+from jitmoe.plan.models import ModelShape
 
 
 def gpu_of_arch(arch: str) -> GpuSpec:

@@ -85,14 +85,14 @@ def mega_moe(
             continue
         w13_e = dequantize_weights(w13[expert], w13_scale[expert], xp)
         w2_e = dequantize_weights(w2[expert], w2_scale[expert], xp)
-        gate_and_up = dequantize_tokens(x[tokens], x_scale[tokens], xp) @ w13_e.T
+        gate_and_up = xp.matmul(dequantize_tokens(x[tokens], x_scale[tokens], xp), w13_e.T)
         gate, up = gate_and_up[:, :intermediate], gate_and_up[:, intermediate:]
         if gate_up == "up_first":
             gate, up = up, gate
         mid = silu(gate, xp) * up
         if requantize:
             mid = dequantize_tokens(*quantize_tokens(mid, xp), xp)
-        rows = mid @ w2_e.T
+        rows = xp.matmul(mid, w2_e.T)
         if requantize:
             for slot in range(top_k):
                 mine = is_mine[tokens, slot]

@@ -9,8 +9,8 @@ from rich.text import Text
 
 from jitmoe.plan import heuristics, problem
 from jitmoe.plan.gpu import GpuSpec
-from jitmoe.plan.memory_map import MemoryMap
 from jitmoe.plan.mega_moe import MegaMoePlan
+from jitmoe.plan.memory_map import MemoryMap
 from jitmoe.plan.problem import MoeProblem
 
 BLOCKS_PER_SM = 1  # the launch bounds of every room; the grid fills the GPU once

@@ -28,7 +28,6 @@ _TABLE = (
     ),
     Switch("JITMOE_PRINT_PLAN", False, "print each plan when its kernel is first built"),
     Switch("JITMOE_LINEINFO", False, "compile with line information, for profilers"),
-    Switch("JITMOE_DEVICE_CHECKS", False, "compile the kernels' own checks in (slower)"),
     Switch("JITMOE_TIMEOUT_S", 30.0, "seconds a wait inside a kernel may take before it gives up"),
 )
 SWITCHES = {switch.name: switch for switch in _TABLE}

@@ -5,7 +5,20 @@ from __future__ import annotations
 from functools import cached_property
 
 from jitmoe.plan.problem import QUANT_GROUP, MoeProblem
-from jitmoe.run.arrays import check_array, check_rows, view
+from jitmoe.run.arrays import check_array, check_dense, check_rows, view
+
+
+class Memo(dict):
+    """What was worked out once. Forgets everything at `limit` entries: it is worked out again."""
+
+    def __init__(self, limit: int):
+        super().__init__()
+        self._limit = limit
+
+    def __setitem__(self, key, value):
+        if len(self) >= self._limit and key not in self:
+            self.clear()
+        super().__setitem__(key, value)
 
 
 class ExpertWeights:
@@ -31,30 +44,32 @@ class ExpertWeights:
         if len(self.w13.shape) != 3 or self.w13.shape[1] % 2:
             raise ValueError(
                 "w13 must have shape [num_experts, 2 * intermediate, hidden], "
-                f"got {list(self.w13.shape)}"
+                f"got {list(self.w13.shape)}; stack the gate rows of each expert on its up rows"
             )
         self.num_experts, rows, self.hidden = self.w13.shape
         self.intermediate = rows // 2
         self.device = self.w13.device
-        # Refuses unsupported sizes.
-        MoeProblem(0, self.hidden, self.intermediate, self.num_experts, 1)
-        codes, e, h = ("e4m3", "u8"), self.num_experts, self.hidden
-        check_array(self.w13, "w13", (e, rows, h), codes, self.device)
-        check_array(self.w2, "w2", (e, h, self.intermediate), codes, self.device)
-        blocks_13, blocks_h, blocks_i = (-(-n // QUANT_GROUP) for n in (rows, h, self.intermediate))
-        check_array(self.w13_scale, "w13_scale", (e, blocks_13, blocks_h), ("f32",), self.device)
-        check_array(self.w2_scale, "w2_scale", (e, blocks_h, blocks_i), ("f32",), self.device)
-        for name in ("w13", "w2"):
+        self.problem(0, 1)  # refuses sizes there is no kernel for
+        e, h, i = self.num_experts, self.hidden, self.intermediate
+        for name, shape in (("w13", (e, rows, h)), ("w2", (e, h, i))):
+            remedy = "w13 and w2 must be of the same layer: transpose or slice one of them"
+            check_array(getattr(self, name), name, shape, ("e4m3", "u8"), self.device, remedy)
             check_rows(getattr(self, name), name, 16)
-        for name in ("w13_scale", "w2_scale"):
-            scale = getattr(self, name)
-            if scale.shape[-1] > 1 and scale.strides[-1] != 1:
-                raise ValueError(
-                    f"{name} must be dense in its last dimension, "
-                    f"got strides {list(scale.strides)}; make it contiguous"
-                )
-        # Plans, kernels and packed parameters of calls with these weights (fused.py).
-        self.memo: dict = {}
+        blocks_13, blocks_h, blocks_i = (-(-n // QUANT_GROUP) for n in (rows, h, i))
+        for name, blocks in (
+            ("w13_scale", (e, blocks_13, blocks_h)),
+            ("w2_scale", (e, blocks_h, blocks_i)),
+        ):
+            remedy = "pass one scale for each block of 128 x 128, counting those cut off at an end"
+            check_array(getattr(self, name), name, blocks, ("f32",), self.device, remedy)
+            check_dense(getattr(self, name), name)
+        # What calls with these weights share (fused.py): plans, kernels and packed parameters; and
+        # by their layouts, arguments that were found right.
+        self.memo, self.calls = Memo(256), Memo(4096)
+
+    def problem(self, num_tokens: int, top_k: int) -> MoeProblem:
+        """A call's sizes. Raises ValueError for those there is no kernel for."""
+        return MoeProblem(num_tokens, self.hidden, self.intermediate, self.num_experts, top_k)
 
     def __repr__(self):
         return (

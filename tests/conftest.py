@@ -12,7 +12,7 @@ TESTS = Path(__file__).parent
 def kernel_cache(tmp_path_factory):
     """A cache directory shared by the tests of this run; the user's own is never touched."""
     patch = pytest.MonkeyPatch()
-    for name in ("JITMOE_NO_CACHE", "JITMOE_DUMP", "JITMOE_LINEINFO", "JITMOE_DEVICE_CHECKS"):
+    for name in ("JITMOE_NO_CACHE", "JITMOE_DUMP", "JITMOE_LINEINFO"):
         patch.delenv(name, raising=False)
     directory = tmp_path_factory.mktemp("kernels")
     patch.setenv("JITMOE_CACHE_DIR", str(directory))

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import jinja2
 
-from jitmoe import settings
 from jitmoe.jit import params
 from jitmoe.plan.plan import Plan, Role
 
@@ -49,8 +48,7 @@ def render(plan: Plan, layer: str = "device", templates: Path | None = None) -> 
         "plan_fields": {f.name: getattr(plan, f.name) for f in fields(plan)},
         "param_layout": params.layout(plan.params),
         "role_ranges": role_ranges(plan.roles),
-        "constant_values": plan.constants
-        | {"device_checks": int(settings.get("JITMOE_DEVICE_CHECKS"))},
+        "constant_values": plan.constants,
     }
     context["paste"] = _Paste(env, context, layer)
     try:

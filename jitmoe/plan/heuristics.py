@@ -55,9 +55,8 @@ def bucket(problem: MoeProblem) -> str:
 def choose(problem: MoeProblem, gpu: GpuSpec) -> MegaMoePlan:
     """The plan for `problem` on `gpu`. Raises PlanError if none fits."""
     name = bucket(problem)
-    decode = name == "decode"
     for num_stages in range(MAX_STAGES[name], 2, -1):
-        for extra in (2048, 1024, 512) if decode else (4, 2, 1):
+        for num_local_pairs in (2048, 1024, 512) if name == "decode" else (0,):
             plan = MegaMoePlan(
                 arch=gpu.arch,
                 bucket=name,
@@ -66,11 +65,10 @@ def choose(problem: MoeProblem, gpu: GpuSpec) -> MegaMoePlan:
                 num_experts=problem.num_experts,
                 top_k=problem.top_k,
                 num_stages=num_stages,
-                num_local_pairs=extra if decode else 0,
-                num_combine_buffers=0 if decode else extra,
-                producer_regs=88 if decode else 56,
-                math_regs=208 if decode else 224,
-                unroll_k=1 if decode else 4,
+                num_local_pairs=num_local_pairs,
+                producer_regs=56 if name == "prefill" else 88,
+                math_regs=224 if name == "prefill" else 208,
+                unroll_k=4 if name == "prefill" else 1,
             )
             if plan.smem.num_bytes <= gpu.smem_bytes:
                 plan.check(gpu)

@@ -28,8 +28,7 @@ class MegaMoePlan(Plan):
     num_experts: int
     top_k: int
     num_stages: int
-    num_local_pairs: int  # decode: pairs that every CTA sorts for itself
-    num_combine_buffers: int  # prefill: tokens whose slices are fetched ahead
+    num_local_pairs: int
     producer_regs: int
     math_regs: int
     unroll_k: int
@@ -57,10 +56,10 @@ class MegaMoePlan(Plan):
         schedule = Role("schedule", 1, regs, "claim tasks, publish them and their token rows")
         gather = Role("gather", self.num_gather_warps, regs, "token rows and scales into the ring")
         feed = Role("feed", 1, regs, "TMA: token tiles and scales into the ring")
-        combine = Role("combine", 1, regs, "sum the slices of tokens that are complete")
-        jobs = "GEMMs, SwiGLU, re-quantise" + ("" if self.split_tokens else ", combine")
+        spare = Role("spare", 1, regs, "nothing: fills the warpgroup")
+        jobs = "GEMMs, SwiGLU, re-quantise, combine"
         math = Role("math", self.num_math_warps, self.math_regs, jobs)
-        tokens = (feed, combine) if self.split_tokens else (gather,)
+        tokens = (feed, spare) if self.split_tokens else (gather,)
         return (load, schedule, *tokens, math)
 
     @property
@@ -132,14 +131,7 @@ class MegaMoePlan(Plan):
             Region("row_end", "u32", (experts,), 4, "head -> schedule"),
             Region("block_start", "u32", (experts + 1,), 4, "head -> schedule"),
         ]
-        if self.split_tokens:
-            buffers, slice_bytes = self.num_combine_buffers, 2 * self.block_rows
-            regions += [
-                Region("math_done", "u64", (slots,), 8, "math -> combine"),
-                Region("combine_full", "u64", (buffers,), 8, "combine's own"),
-                Region("combine_slices", "u8", (buffers, self.top_k, slice_bytes), 128),
-            ]
-        else:
+        if not self.split_tokens:
             rows_apart = 4 * self.num_gather_warps
             regions += [
                 Region("amax", "f32", (2, math, 64), 128, "math <-> math, by parity"),
@@ -275,8 +267,6 @@ class MegaMoePlan(Plan):
             raise PlanError(
                 f"local rows are 16-bit pair numbers, got room for {self.num_local_pairs:,}"
             )
-        if self.split_tokens and not 1 <= self.num_combine_buffers <= 8:
-            raise PlanError(f"prefill needs 1 to 8 combine buffers, got {self.num_combine_buffers}")
         if not 1 <= self.unroll_k <= 8:
             raise PlanError(f"unroll_k must be from 1 to 8 k-blocks, got {self.unroll_k}")
         super().check(gpu)

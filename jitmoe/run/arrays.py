@@ -1,9 +1,14 @@
-"""Device arrays of any family, seen through one small record: pointer, shape, strides, dtype,
-device.
+"""Device arrays of any family, seen through one small record: address and layout.
+
+Reading an array is on the path of every call, so what follows from shape, strides, dtype and device
+is worked out once for each combination and shared.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 # One name for a format, whatever the library calls it. Unsigned views of a format's width stand for
@@ -24,15 +29,47 @@ _NAMES = {
 }
 
 
-class DeviceArray(NamedTuple):
-    """`strides` are in elements; `family` is "cupy", "torch" or "other"."""
+@dataclass(frozen=True, eq=False, slots=True)
+class Layout:
+    """All of an array but its address. Arrays that agree in it share one, known by identity.
 
-    ptr: int
+    `strides` are in elements, `num_bytes` reaches from the first element to the end of the last,
+    `family` is "cupy", "torch" or "other".
+    """
+
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: str
     device: int
     family: str
+    num_bytes: int
+
+
+class DeviceArray(NamedTuple):
+    """An array's address and layout."""
+
+    ptr: int
+    layout: Layout
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.layout.shape
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        return self.layout.strides
+
+    @property
+    def dtype(self) -> str:
+        return self.layout.dtype
+
+    @property
+    def device(self) -> int:
+        return self.layout.device
+
+    @property
+    def family(self) -> str:
+        return self.layout.family
 
 
 def view(array, name: str) -> DeviceArray:
@@ -42,61 +79,93 @@ def view(array, name: str) -> DeviceArray:
     CuPy arrays, PyTorch tensors (read without importing PyTorch) and whatever speaks
     `__cuda_array_interface__` or DLPack are device arrays.
     """
-    module = type(array).__module__
-    if module.startswith("torch"):
+    reader = _readers.get(type(array)) or _readers.setdefault(type(array), _reader(type(array)))
+    return reader(array, name)
+
+
+_readers: dict[type, Callable] = {}
+_layouts: dict[tuple, Layout] = {}
+_MAX_LAYOUTS = 8192  # token counts come and go
+
+
+def _reader(kind: type) -> Callable:
+    packages = {base.__module__.partition(".")[0] for base in kind.__mro__}
+    if "torch" in packages:
+        return _read_torch
+    if "cupy" in packages:
+        return _read_cupy
+    if "numpy" in packages or issubclass(kind, (list, tuple, int, float, type(None))):
+        return _refuse_host
+    return _read_other
+
+
+def _read_torch(array, name: str) -> DeviceArray:
+    key = (array.shape, array.stride(), array.dtype, array.device)
+    layout = _layouts.get(key)
+    if layout is None:
         if not array.is_cuda:
             raise TypeError(
                 f"{name} must be on a GPU, got a tensor on {array.device}; move it with .cuda()"
             )
-        dtype = str(array.dtype)[6:]
-        return DeviceArray(
-            array.data_ptr(),
-            tuple(array.shape),
-            array.stride(),
-            _NAMES.get(dtype, dtype),
-            array.device.index,
-            "torch",
-        )
-    if module.startswith("cupy"):
-        return _view_cupy(array, "cupy")
-    if module.startswith("numpy") or isinstance(array, (list, tuple, int, float)) or array is None:
-        raise TypeError(
-            f"{name} must be a GPU array, got {type(array).__module__}.{type(array).__name__}; "
-            "copy it with cupy.asarray or torch.as_tensor(..., device='cuda')"
-        )
-    import cupy
+        dtype = str(array.dtype).removeprefix("torch.")
+        layout = _layout(key, key[1], dtype, array.element_size(), array.device.index, "torch")
+    return DeviceArray(array.data_ptr(), layout)
 
+
+def _read_cupy(array, name: str, family: str = "cupy") -> DeviceArray:
+    data = array.data
+    key = (array.shape, array.strides, array.dtype, data.device_id, family)
+    layout = _layouts.get(key)
+    if layout is None:
+        itemsize = array.itemsize
+        strides = [stride // itemsize for stride in array.strides]
+        layout = _layout(key, strides, array.dtype.name, itemsize, data.device_id, family)
+    return DeviceArray(data.ptr, layout)
+
+
+def _read_other(array, name: str) -> DeviceArray:
+    kind = f"{type(array).__module__}.{type(array).__name__}"
     try:
-        if hasattr(array, "__cuda_array_interface__"):
-            return _view_cupy(cupy.asarray(array), "other")
-        return _view_cupy(cupy.from_dlpack(array), "other")
+        import cupy
+    except ImportError as error:
+        raise TypeError(
+            f"{name} is a {kind}, which is read through CuPy, and CuPy is not installed; "
+            "pip install 'jitmoe[cu12]', or pass PyTorch tensors"
+        ) from error
+    try:
+        speaks = hasattr(array, "__cuda_array_interface__")
+        return _read_cupy(cupy.asarray(array) if speaks else cupy.from_dlpack(array), name, "other")
     except Exception as error:
         raise TypeError(
             f"{name} must be a GPU array (CuPy, PyTorch, or one that speaks "
-            f"__cuda_array_interface__ or DLPack), "
-            f"got {type(array).__module__}.{type(array).__name__}: {error}"
+            f"__cuda_array_interface__ or DLPack), got {kind}: {error}"
         ) from error
 
 
-def _view_cupy(array, family: str) -> DeviceArray:
-    itemsize = array.itemsize
-    dtype = array.dtype
-    name = _numpy_names.get(dtype)
-    if name is None:  # the name of a NumPy dtype takes longer to make than all the rest
-        name = _numpy_names[dtype] = _NAMES.get(dtype.name, dtype.name)
-    data = array.data
-    strides = tuple([stride // itemsize for stride in array.strides])
-    return DeviceArray(data.ptr, array.shape, strides, name, data.device_id, family)
+def _refuse_host(array, name: str) -> DeviceArray:
+    raise TypeError(
+        f"{name} must be a GPU array, got {type(array).__module__}.{type(array).__name__}; "
+        "copy it with cupy.asarray or torch.as_tensor(..., device='cuda')"
+    )
 
 
-_numpy_names: dict = {}
+def _layout(key, strides, dtype: str, itemsize: int, device: int, family: str) -> Layout:
+    shape = tuple(key[0])
+    extent = 0
+    if all(shape):
+        reach = (abs(stride) * (n - 1) for stride, n in zip(strides, shape, strict=True))
+        extent = itemsize * (1 + sum(reach))
+    if len(_layouts) >= _MAX_LAYOUTS:
+        _layouts.clear()
+    dtype = _NAMES.get(dtype, dtype)
+    return _layouts.setdefault(key, Layout(shape, tuple(strides), dtype, device, family, extent))
 
 
 def check_array(
-    got: DeviceArray, name: str, shape: tuple, dtypes: tuple[str, ...], device: int
+    got: DeviceArray, name: str, shape: tuple, dtypes: tuple[str, ...], device: int, remedy: str
 ) -> None:
     """Raise ValueError, in one sentence, unless shape, dtype and device are as wanted; `None` is
-    any size.
+    any size. `remedy` says what to do about a wrong shape.
     """
     if got.dtype not in dtypes:
         raise ValueError(
@@ -106,22 +175,40 @@ def check_array(
         want is not None and want != have for want, have in zip(shape, got.shape, strict=True)
     ):
         wanted = ", ".join("*" if want is None else str(want) for want in shape)
-        raise ValueError(f"{name} must have shape [{wanted}], got {list(got.shape)}")
+        raise ValueError(f"{name} must have shape [{wanted}], got {list(got.shape)}; {remedy}")
     if got.device != device:
         raise ValueError(
             f"{name} is on GPU {got.device}, the weights are on GPU {device}; move one of them"
         )
 
 
-def check_rows(got: DeviceArray, name: str, align_elements: int) -> None:
-    """Raise ValueError unless the last dimension is dense and every row starts at a multiple of 16
-    bytes.
-    """
-    if got.shape[-1] > 1 and got.strides[-1] != 1:
+def check_dense(got: DeviceArray, name: str) -> None:
+    """Raise ValueError unless the last dimension is dense. Empty arrays may have any strides."""
+    if all(got.shape) and got.shape[-1] > 1 and got.strides[-1] != 1:
         raise ValueError(
             f"{name} must be dense in its last dimension, "
             f"got strides {list(got.strides)}; make it contiguous"
         )
+
+
+def check_contiguous(got: DeviceArray, name: str) -> None:
+    """Raise ValueError unless elements follow each other in C order. Empty arrays may have any
+    strides.
+    """
+    dense = 1
+    for stride, n in zip(reversed(got.strides), reversed(got.shape), strict=True):
+        if n > 1 and stride != dense and all(got.shape):
+            raise ValueError(
+                f"{name} must be contiguous, got strides {list(got.strides)}; make it contiguous"
+            )
+        dense *= n
+
+
+def check_rows(got: DeviceArray, name: str, align_elements: int) -> None:
+    """Raise ValueError unless rows are dense and start at multiples of 16 bytes."""
+    check_dense(got, name)
+    if not all(got.shape):
+        return
     outer = [s for s, n in zip(got.strides[:-1], got.shape[:-1], strict=True) if n > 1]
     if got.ptr % 16 or any(stride % align_elements or stride < 0 for stride in outer):
         raise ValueError(
@@ -142,6 +229,7 @@ def empty_rows(num_rows: int, num_columns: int, like, family: str, device: int):
         return cupy.empty((num_rows, num_columns), dtype=_cupy_bf16())
 
 
+@cache
 def _cupy_bf16():
     """CuPy's bf16 where it has one (14 and later), else uint16 of the same bits."""
     import cupy

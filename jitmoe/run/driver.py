@@ -4,7 +4,7 @@ of it.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, lru_cache
 
 from jitmoe.plan.gpu import GpuSpec, match_device
 
@@ -83,6 +83,16 @@ def device_spec(device: int) -> GpuSpec:
 
 def is_capturing(stream: int) -> bool:
     """Whether work on `stream` is being captured into a CUDA graph."""
+    query, stream_type, none = _capture_query()
+    status, state = query(stream_type(stream))
+    if status != 0:
+        call(lambda: (status,))
+    return state != none
+
+
+@cache
+def _capture_query():
+    """Names that a call at every launch need not look up again."""
     module = driver()
-    status = call(module.cuStreamIsCapturing, module.CUstream(stream))
-    return status != module.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
+    none = module.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
+    return module.cuStreamIsCapturing, module.CUstream, none

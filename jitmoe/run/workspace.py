@@ -21,8 +21,6 @@ _WAITS = {
     5: "{expected} blocks at the grid barrier",
     6: "{expected} blocks to finish the head",
     7: "{expected} finished GEMM 1 tiles of block {index}",
-    8: "the math warps to finish the task in slot {index}",
-    9: "a token's slices in combine buffer {index}",
 }
 
 
@@ -145,7 +143,7 @@ class Workspace:
         capacity = (
             -(-max(capacity, min(old_capacity + old_capacity // 4, old_capacity + 4096)) // 64) * 64
         )
-        with cupy.cuda.Device(self.device), cupy.cuda.ExternalStream(stream):
+        with cupy.cuda.Device(self.device), _external_stream(stream):
             try:
                 control = old_control
                 if capacity > old_capacity:
@@ -205,6 +203,25 @@ class Workspace:
     def _clear_status(self) -> None:
         for i in range(STATUS_WORDS):
             self._status[i] = 0
+
+
+def _external_stream(address: int):
+    """CuPy's view of a stream made elsewhere; CuPy 14 renamed it."""
+    import cupy
+
+    if hasattr(cupy.cuda.Stream, "from_external"):
+        return cupy.cuda.Stream.from_external(_CudaStream(address))
+    return cupy.cuda.ExternalStream(address)
+
+
+class _CudaStream:
+    """The CUDA stream protocol: version and address."""
+
+    def __init__(self, address: int):
+        self._address = address
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._address
 
 
 def _roles_of_warp(plan: Plan, warp: int):

@@ -13,10 +13,11 @@ DEVICE void sync_named(u32 id, u32 num_threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
 }
 
-// One thread of every CTA of the grid; co-residency comes from the cooperative launch. `counter` starts at zero and is
-// used once in a launch.
+// One warp of every CTA of the grid, whole, so that it leaves whole when the budget is spent. Co-residency comes from
+// the cooperative launch. `counter` starts at zero and is used once in a launch.
 DEVICE void sync_grid(const Params& p, u32* counter) {
-    add_release_gpu(counter, 1);
+    if (lane_idx() == 0) add_release_gpu(counter, 1);
+    sync_warp();
     const u32 expected = num_blocks();
     wait_until(p, kWaitGridBarrier, 0, expected, [&] { return load_acquire_gpu(counter) == expected; });
 }

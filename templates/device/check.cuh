@@ -10,8 +10,6 @@ enum Wait : u32 {
     kWaitGridBarrier = 5,
     kWaitHead = 6,
     kWaitMid = 7,
-    kWaitMathDone = 8,
-    kWaitSlices = 9,
 };
 
 // Words of Params::header.

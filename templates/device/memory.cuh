@@ -33,19 +33,13 @@ DEVICE void add_release_gpu(u32* address, u32 value) {
 
 DEVICE u32 fetch_add_relaxed_gpu(u32* address, u32 value) {
     u32 old;
-    asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;"
-                 : "=r"(old)
-                 : "l"(address), "r"(value)
-                 : "memory");
+    asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(address), "r"(value) : "memory");
     return old;
 }
 
 DEVICE u32 fetch_add_acq_rel_gpu(u32* address, u32 value) {
     u32 old;
-    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
-                 : "=r"(old)
-                 : "l"(address), "r"(value)
-                 : "memory");
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(address), "r"(value) : "memory");
     return old;
 }
 
@@ -68,14 +62,15 @@ DEVICE u32 fetch_add_shared(u32* address, u32 value) {
     return old;
 }
 
-// Generic-proxy writes to shared memory that this thread made, or knows of by a barrier, come before what it starts in the
-// async proxy (TMA, WGMMA) from here on.
+// Generic-proxy writes to shared memory that this thread made, or knows of by a barrier, come before what it starts in
+// the async proxy (TMA, WGMMA) from here on.
 DEVICE void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // The same for global memory: before a release of data that another CTA reads by TMA, and there after the acquire.
 DEVICE void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-// cp.async: copies by this thread, in the generic proxy. arrive_after_copies (mbarrier.cuh) tells when they are complete.
+// cp.async: copies by this thread, in the generic proxy. arrive_after_copies (mbarrier.cuh) tells when they are
+// complete.
 DEVICE void copy_16_async(void* shared, const void* global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
 }

@@ -1,5 +1,5 @@
-// Tensor and bulk copies, global to shared memory, that complete on an mbarrier (PTX ISA, cp.async.bulk.tensor). Rows and
-// columns out of bounds are filled with zeros and count as bytes. Relies on memory.cuh.
+// Tensor and bulk copies, global to shared memory, that complete on an mbarrier (PTX ISA, cp.async.bulk.tensor). Rows
+// and columns out of bounds are filled with zeros and count as bytes. Relies on memory.cuh.
 
 DEVICE void prefetch_tensor_map(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");

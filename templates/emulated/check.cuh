@@ -10,8 +10,6 @@ enum Wait : u32 {
     kWaitGridBarrier = 5,
     kWaitHead = 6,
     kWaitMid = 7,
-    kWaitMathDone = 8,
-    kWaitSlices = 9,
 };
 
 // Words of Params::header.
@@ -19,9 +17,7 @@ constexpr u32 kHeaderParity = 0;
 constexpr u32 kHeaderAbort = 32;
 
 // Time in units of 1.024 us that wraps after 73 minutes: one register instead of two in every wait.
-DEVICE u32 global_timer_us() {
-    return u32(emu::clock_ns() >> 10);
-}
+DEVICE u32 global_timer_us() { return u32(emu::clock_ns() >> 10); }
 
 DEVICE void exit_thread() { emu::exit_thread(); }
 

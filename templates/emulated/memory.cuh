@@ -32,14 +32,15 @@ DEVICE u32 fetch_add_shared(u32* address, u32 value) {
     return emu::fetch_add(address, value, emu::kRelaxed, emu::kCta);
 }
 
-// Generic-proxy writes to shared memory that this thread made, or knows of by a barrier, come before what it starts in the
-// async proxy (TMA, WGMMA) from here on.
+// Generic-proxy writes to shared memory that this thread made, or knows of by a barrier, come before what it starts in
+// the async proxy (TMA, WGMMA) from here on.
 DEVICE void fence_async_shared() { emu::fence_async_shared(); }
 
 // The same for global memory: before a release of data that another CTA reads by TMA, and there after the acquire.
 DEVICE void fence_async_global() { emu::fence_async_global(); }
 
-// cp.async: copies by this thread, in the generic proxy. arrive_after_copies (mbarrier.cuh) tells when they are complete.
+// cp.async: copies by this thread, in the generic proxy. arrive_after_copies (mbarrier.cuh) tells when they are
+// complete.
 DEVICE void copy_16_async(void* shared, const void* global) { emu::copy_async(shared, global, 16); }
 
 DEVICE void copy_4_async(void* shared, const void* global) { emu::copy_async(shared, global, 4); }

@@ -2,8 +2,8 @@
 // re-quantisation per token and 128 channels, e4m3 rows in Params::mid. GEMM 2: bf16 rows in Params::slices, one per
 // routed pair. Memory wants tokens by rows: both transpose through a buffer of the warp's own.
 
-// Largest magnitude of each token over the tile's 128 channels: lanes of a warp by shuffles, warps through shared memory.
-// The barrier also separates this tile's reads from the next but one's writes: the buffers alternate.
+// Largest magnitude of each token over the tile's 128 channels: lanes of a warp by shuffles, warps through shared
+// memory. The barrier also separates this tile's reads from the next but one's writes: the buffers alternate.
 template <u32 N>
 DEVICE void reduce_amax(Smem& smem, const Share& share, u32 parity, float (&amax)[N / 4]) {
     const u32 lane = lane_idx();

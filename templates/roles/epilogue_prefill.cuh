@@ -1,7 +1,7 @@
-// Prefill: what becomes of a warpgroup's sums, which hold its tokens by rows and channels by columns. GEMM 1: SwiGLU, then
-// re-quantisation per token and 128 channels, e4m3 rows in Params::mid. GEMM 2: bf16 rows in Params::slices, one per
-// routed pair. A warp holds all channels of 16 tokens, so it needs no other warp; 16-byte pieces of rows are put together
-// in a buffer of its own.
+// Prefill: what becomes of a warpgroup's sums, which hold its tokens by rows and channels by columns. GEMM 1: SwiGLU,
+// then re-quantisation per token and 128 channels, e4m3 rows in Params::mid. GEMM 2: bf16 rows in Params::slices, one
+// per routed pair. A warp holds all channels of 16 tokens, so it needs no other warp; 16-byte pieces of rows are put
+// together in a buffer of its own.
 
 // Rows lane / 4 and + 8 of the warp's 16 tokens. Columns of a 64-wide chunk are gate and up in alternating groups of 8:
 // registers 8i .. 8i+3 are gate and 8i+4 .. 8i+7 up of two channels, for the two rows.
@@ -78,7 +78,8 @@ DEVICE void store_slices(const Params& p, Smem& smem, const Task& task, const Sh
     for (u32 m = 0; m < kNumRowBlocks; ++m) {
 #pragma unroll
         for (u32 first = 0; first < N / 8; first += 4) {
-            // Matrix (j, half) is 8 tokens by the 8 channels of group j; the buffer is [4 groups][16 tokens][8 channels].
+            // Matrix (j, half) is 8 tokens by the 8 channels of group j; the buffer is [4 groups][16 tokens][8
+            // channels].
 #pragma unroll
             for (u32 j = 0; j < 4; j += 2) {
                 u32 matrices[4];

@@ -1,8 +1,7 @@
 // Token tiles and scales of a prefill launch into the ring, by one lane: TMA from the pool (GEMM 1) or the activations
 // between the GEMMs. Rows past the end of an expert are copied too; nothing reads what comes of them.
 
-constexpr u32 kFeedArrivals = 2;   // at a full stage: with the bytes of the copies, and after the weight scales
-constexpr u32 kFeedConsumers = 1;  // arrivals at a task slot
+constexpr u32 kFeedArrivals = 2;  // at a full stage: with the bytes of the copies, and after the weight scales
 
 DEVICE void role_feed(const Params& p, Smem& smem, const Head& head) {
     if (lane_idx() != 0) return;
@@ -29,10 +28,14 @@ DEVICE void role_feed(const Params& p, Smem& smem, const Head& head) {
             // Both pair with role_math: multiply.
             arrive_expect_bytes(full, kTokenTileBytes + kBlockTokens * sizeof(float));
             load_tile_2d(smem.token_tiles[ring.stage], map, full, k * kBlockK, task.row_start);
-            load_bulk(smem.token_scales[ring.stage], scales + u64(k) * p.row_capacity, kBlockTokens * sizeof(float), full);
+            load_bulk(smem.token_scales[ring.stage], scales + u64(k) * p.row_capacity, kBlockTokens * sizeof(float),
+                      full);
 #pragma unroll
             for (u32 i = 0; i < 3; ++i) copy_4_async(&smem.weight_scales[ring.stage][i], weight_scales[i] + k);
             arrive_after_copies(full);
         }
     }
 }
+
+// Fills the warpgroup of the producers.
+DEVICE void role_spare(const Params&, Smem&, const Head&) {}

@@ -1,21 +1,21 @@
-// Token rows and scales of a decode launch into the ring. Rows are gathered where they lie (x, its quantised copy, or the activations
-// between the GEMMs) by cp.async with the swizzle applied by hand: no pool, no copy. The copies themselves arrive at the
-// stage's barrier when they have landed, so these warps wait for nothing but free stages.
+// Token rows and scales of a decode launch into the ring. Rows are gathered where they lie (x, its quantised copy, or
+// the activations between the GEMMs) by cp.async with the swizzle applied by hand: no pool, no copy. The copies
+// themselves arrive at the stage's barrier when they have landed, so these warps wait for nothing but free stages.
 
 constexpr u32 kGatherThreads = kNumGatherWarps * kWarpThreads;
-constexpr u32 kFeedArrivals = kGatherThreads;    // at a full stage
-constexpr u32 kFeedConsumers = kNumGatherWarps;  // arrivals at a task slot
+constexpr u32 kFeedArrivals = kGatherThreads;  // at a full stage
 
 // What this lane copies of every k-block of a task, with all that does not depend on k worked out: one 16-byte chunk of
-// each of kRows rows, the scales of kScales tokens, and one of the tile's weight scales. Offsets of the rows, in 16-byte
-// units, are in Smem::row_offsets, a lane's together: sixteen registers would be too many beside the math warps' 224.
+// each of kRows rows, the scales of kScales tokens, and one of the tile's weight scales. Offsets of the rows, in
+// 16-byte units, are in Smem::row_offsets, a lane's together: sixteen registers would be too many beside the math
+// warps' 224.
 struct Copies {
     static constexpr u32 kRowsApart = 4 * kNumGatherWarps;  // 8 lanes a row
     static constexpr u32 kRows = kBlockTokens / kRowsApart;
     static constexpr u32 kScales = kBlockTokens / kGatherThreads;
     const u8* rows;
-    u32 num_rows;  // of this lane that exist
-    u32 target;    // of the first, in a stage's tile; the others follow kRowsApart rows apart
+    u32 num_rows;                  // of this lane that exist
+    u32 target;                    // of the first, in a stage's tile; the others follow kRowsApart rows apart
     const float* scales[kScales];  // null where the token does not exist
     u32 scale_group_stride;
     const float* weight_scale;

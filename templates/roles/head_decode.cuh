@@ -24,9 +24,10 @@ DEVICE void quantize_tokens(const Params& p) {
     }
 }
 
-// Few pairs: every CTA sorts all of them into its own shared memory and waits for nobody. CTAs must agree on the rows, so
-// the sort is stable: each warp takes consecutive pairs, counts them by expert in a row of `counts` of its own, starts
-// after the warps before it, and ranks its pairs 32 at a time by matching experts. One lane writes for each expert.
+// Few pairs: every CTA sorts all of them into its own shared memory and waits for nobody. CTAs must agree on the rows,
+// so the sort is stable: each warp takes consecutive pairs, counts them by expert in a row of `counts` of its own,
+// starts after the warps before it, and ranks its pairs 32 at a time by matching experts. One lane writes for each
+// expert.
 DEVICE void sort_locally(const Params& p, Smem& smem, u16 (*counts)[kNumExperts], u32* num_rows) {
     constexpr u32 kWarps = kNumThreads / kWarpThreads;
     const u32 num_pairs = p.num_tokens * kTopK;

@@ -1,5 +1,5 @@
-// The head of a prefill launch: every CTA sorts the pairs of its share of the tokens, and copies each of these tokens once
-// to all of its rows in Params::pool, quantising bf16 on the way. TMA then reads tiles of the pool.
+// The head of a prefill launch: every CTA sorts the pairs of its share of the tokens, and copies each of these tokens
+// once to all of its rows in Params::pool, quantising bf16 on the way. TMA then reads tiles of the pool.
 
 constexpr u32 kNoRow = ~0u;
 

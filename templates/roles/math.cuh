@@ -24,8 +24,8 @@ DEVICE bool takes_second_scale(bool gemm_2, u32 weight_row) {
 // The scales of one k-block, and partial sums times them added to the sums of a 64-row weight block.
 template <u32 N>
 struct Promotion {
-    // Prefill: the products for this thread's two tokens, {gate, gate, up, up}, of weight rows that take the first and the
-    // second scale. Where no tile of GEMM 1 has a second, rows from 128 on take `second` in both phases.
+    // Prefill: the products for this thread's two tokens, {gate, gate, up, up}, of weight rows that take the first and
+    // the second scale. Where no tile of GEMM 1 has a second, rows from 128 on take `second` in both phases.
     float4 first, second;
     // Decode.
     float4 weight_scales;
@@ -48,8 +48,7 @@ struct Promotion {
 
     DEVICE void add(float (&sums)[N / 2], const float (&partial)[N / 2], u32 m, const Operands& at) const {
         const u32 warp = warp_idx() - kMathWarpBegin;
-        const bool second_scale =
-            takes_second_scale(at.gemm_2, warp / 4 * (kBlockRows / 2) + m * 64 + warp % 4 * 16);
+        const bool second_scale = takes_second_scale(at.gemm_2, warp / 4 * (kBlockRows / 2) + m * 64 + warp % 4 * 16);
         const float4& w = weight_scales;
         const float low = at.gemm_2 && second_scale ? w.y : w.x;
         const float high = at.gemm_2 ? low : (second_scale ? w.z : w.y);
@@ -79,7 +78,8 @@ struct Promotion {
 };
 
 // kUnroll k-blocks, each kNumRowBlocks blocks of 64 weight rows. Two accumulators alternate: the tensor cores fill one
-// while the other is promoted. The last wait leaves nothing in flight, else ptxas serialises the loop around this (C7514).
+// while the other is promoted. The last wait leaves nothing in flight, else ptxas serialises the loop around this
+// (C7514).
 template <u32 N, u32 kUnroll>
 DEVICE void multiply(const Params& p, Smem& smem, Ring<kNumStages>& ring, const Operands& at,
                      float (&sums)[kNumRowBlocks][N / 2]) {
@@ -99,7 +99,8 @@ DEVICE void multiply(const Params& p, Smem& smem, Ring<kNumStages>& ring, const 
                 wait_in_flight(p, &smem.full[ring.stage], ring.parity());
             }
             if (m == 0) {
-                if constexpr (!kSplitTokens) fence_async_shared();  // cp.async wrote the token rows in the generic proxy
+                if constexpr (!kSplitTokens)
+                    fence_async_shared();  // cp.async wrote the token rows in the generic proxy
                 weights = make_uniform(at.weights + ring.stage * descriptor_step(kWeightTileBytes));
                 tokens = make_uniform(at.tokens + ring.stage * descriptor_step(kTokenTileBytes));
             }
@@ -125,7 +126,8 @@ DEVICE void multiply(const Params& p, Smem& smem, Ring<kNumStages>& ring, const 
             promotion.add(sums[m], partial[(step - 1) % 2], m, at);
             if (m == kNumRowBlocks - 1) {
                 sync_warp();
-                if (lane_idx() == 0) arrive(&smem.empty[previous]);  // pairs with role_load and role_gather or role_feed
+                if (lane_idx() == 0)
+                    arrive(&smem.empty[previous]);  // pairs with role_load and role_gather or role_feed
             }
         }
         if (step < kSteps) previous = ring.stage;
@@ -193,9 +195,10 @@ DEVICE void role_math(const Params& p, Smem& smem, const Head& head) {
             amax_parity ^= 1;
             publish_mid(p, head, task, share);
         } else {
-            deliver_slices(p, smem, task, share, slot.stage);
+            combine_tokens(p, task, share, smem.task_rows[slot.stage] + share.first_token,
+                           smem.task_used[slot.stage] + share.first_token);
         }
         sync_warp();
-        if (lane_idx() == 0) finish_task(smem, slot);
+        if (lane_idx() == 0) free_task(smem, slot);
     }
 }

@@ -1,14 +1,14 @@
-// The head's common parts. It is run by every warp before the roles part: sort the routed pairs by expert, clear what no
-// expert writes, bring the tokens into the form the bucket reads (head_decode, head_prefill). A pair is token * top_k +
-// slot; a row is a pair's position after sorting; experts own ranges of rows (Smem::row_start, row_end) and of blocks of
-// kBlockTokens rows (Smem::block_start).
+// The head's common parts. It is run by every warp before the roles part: sort the routed pairs by expert, clear what
+// no expert writes, bring the tokens into the form the bucket reads (head_decode, head_prefill). A pair is token *
+// top_k + slot; a row is a pair's position after sorting; experts own ranges of rows (Smem::row_start, row_end) and of
+// blocks of kBlockTokens rows (Smem::block_start).
 
 // Words of one bank of counters. Launches alternate between two banks and each zeroes the other's, so nothing needs a
 // memset between launches. Counters that many CTAs poll or add to have 128 bytes of their own.
-constexpr u32 kBankTask = 0;      // tasks claimed beyond the first of every CTA
-constexpr u32 kBankBarrier = 32;  // CTAs at the grid barrier
-constexpr u32 kBankHead = 64;     // CTAs that finished the head
-constexpr u32 kBankCounts = 96;   // rows of each expert
+constexpr u32 kBankTask = 0;                            // tasks claimed beyond the first of every CTA
+constexpr u32 kBankBarrier = 32;                        // CTAs at the grid barrier
+constexpr u32 kBankHead = 64;                           // CTAs that finished the head
+constexpr u32 kBankCounts = 96;                         // rows of each expert
 constexpr u32 kBankBlocks = kBankCounts + kNumExperts;  // GEMM 1 tiles finished, by block
 
 struct Head {
@@ -134,7 +134,7 @@ DEVICE void reserve_rows(const Params& p, Smem& smem, const Head& head, u32 begi
         next[e] = counts[e] ? fetch_add_relaxed_gpu(rows_of_expert + e, counts[e]) : 0;
     }
     sync_block();
-    if (thread_idx() == 0) sync_grid(p, counter(p, head, kBankBarrier));
+    if (warp_idx() == 0) sync_grid(p, counter(p, head, kBankBarrier));
     sync_block();
     for (u32 e = thread_idx(); e < kNumExperts; e += kNumThreads) counts[e] = load_relaxed_gpu(rows_of_expert + e);
     sync_block();

@@ -8,6 +8,9 @@ struct Task {
     u32 phase, expert, tile, row_start, num_rows, block;
 };
 
+// Arrivals that free a task slot: the load lane, the feed lane or one of each gather warp, one of each math warp.
+constexpr u32 kTaskConsumers = 1 + (kSplitTokens ? 1 : kNumGatherWarps) + kNumMathWarps;
+
 // Blocks of one expert that are walked together for each weight tile: their tokens stay in L2 while every weight tile
 // is read once. 16 x 128 tokens of hidden 7168 are 15 MB. Guess.
 constexpr u32 kUnitBlocks = 16;
@@ -85,17 +88,18 @@ DEVICE Task next_task(const Params& p, Smem& smem, const Ring<kNumTaskSlots>& sl
 }
 
 // One lane, after its warp has read the slot for the last time.
-DEVICE void free_task(Smem& smem, const Ring<kNumTaskSlots>& slot) { arrive(&smem.task_empty[slot.stage]); }
+DEVICE void free_task(Smem& smem, Ring<kNumTaskSlots>& slot) { arrive(&smem.task_empty[slot.stage]); }
 
 DEVICE u32 num_k_blocks(const Task& task) { return task.phase == kGemm1 ? kNumKBlocks1 : kNumKBlocks2; }
 
-// Scale i of a tile's weight rows in k-block 0; further k-blocks follow. GEMM 1: gate, up, and up of the next block where
-// `intermediate` is no multiple of 128 and a tile's up rows straddle two. GEMM 2: the tile's two blocks of rows.
+// Scale i of a tile's weight rows in k-block 0; further k-blocks follow. GEMM 1: gate, up, and up of the next block
+// where `intermediate` is no multiple of 128 and a tile's up rows straddle two. GEMM 2: the tile's two blocks of rows.
 DEVICE const float* weight_scale(const Params& p, const Task& task, u32 i) {
     if (task.phase == kGemm2) {
         const i64 row = min_of(task.tile * 2 + i, ceil_div(kHidden, 128) - 1);
         return p.w2_scale + task.expert * p.w2_scale_expert_stride + row * p.w2_scale_row_stride;
     }
-    const i64 row = i == 0 ? task.tile : min_of(kUpBlockOffset + task.tile + i - 1, ceil_div(2 * kIntermediate, 128) - 1);
+    const i64 row =
+        i == 0 ? task.tile : min_of(kUpBlockOffset + task.tile + i - 1, ceil_div(2 * kIntermediate, 128) - 1);
     return p.w13_scale + task.expert * p.w13_scale_expert_stride + row * p.w13_scale_row_stride;
 }

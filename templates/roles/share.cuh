@@ -1,6 +1,7 @@
 // Which part of a task one math warpgroup does.
 //
-// decode:  weights are the 64-row operand of the tensor cores and up to 64 tokens its columns: padding is to 8 tokens. The
+// decode:  weights are the 64-row operand of the tensor cores and up to 64 tokens its columns: padding is to 8 tokens.
+// The
 //          two warpgroups split a tile's 256 weight rows and share its tokens.
 // prefill: tokens are the 64-row operand and weights the columns: a thread scales its sums by two tokens, not sixteen.
 //          Each warpgroup takes all 256 columns for 64 tokens of its own and knows nothing of the other.
@@ -9,11 +10,11 @@ constexpr u32 kWarpgroupTokens = 64;  // most columns of one warpgroup
 
 // One warpgroup's share of a task.
 struct Share {
-    u32 group;       // 0 or 1
-    u32 warp;        // 0..3 in the warpgroup
-    u32 first_row;   // of the weight tile
+    u32 group;                    // 0 or 1
+    u32 warp;                     // 0..3 in the warpgroup
+    u32 first_row;                // of the weight tile
     u32 first_token, num_tokens;  // of the task's rows
-    u32 num_warps;   // that share these tokens: barriers and amax go over them
+    u32 num_warps;                // that share these tokens: barriers and amax go over them
     u32 barrier;
 };
 

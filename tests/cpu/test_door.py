@@ -32,6 +32,10 @@ class FakeTensor:
     """A PyTorch tensor on the host."""
 
     is_cuda, device = False, "cpu"
+    shape, dtype = (1,), "torch.float32"
+
+    def stride(self):
+        return (1,)
 
 
 FakeTensor.__module__ = "torch"
@@ -60,7 +64,7 @@ def call_arrays(tokens=TOKENS):
         "x": FakeArray((tokens, HIDDEN), "bfloat16"),
         "topk_ids": FakeArray((tokens, TOP_K), "int64"),
         "topk_weights": FakeArray((tokens, TOP_K), "float32"),
-        "out": FakeArray((tokens, HIDDEN), "uint16"),
+        "out": FakeArray((tokens, HIDDEN), "uint16", ptr=1 << 24),
     }
 
 

@@ -117,16 +117,26 @@ def test_workspace_bytes(plan):
     assert needed < plan.workspace_bytes(num_tokens) < 1.6 * needed + (64 << 20)
 
 
-def test_regions_hold_what_is_indexed():
-    plan = PLANS[0]
-    shapes = {region.name: region.shape for region in plan.scratch(100).regions}
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.bucket}-{plan.hidden}")
+def test_regions_hold_what_is_indexed(plan):
     constants = plan.constants
-    assert shapes["mid"] == (100 * plan.top_k, constants["mid_stride"])
     assert constants["mid_stride"] >= plan.intermediate and constants["mid_stride"] % 128 == 0
-    assert constants["mid_scale_stride"] >= plan.num_k_blocks_2
     assert constants["x_quant_scale_stride"] >= plan.num_k_blocks_1
-    assert shapes["slices"] == (100 * plan.top_k, plan.hidden)
     for num_tokens in TOKENS:
+        shapes = {region.name: region.shape for region in plan.scratch(num_tokens).regions}
+        pairs, rows = max(num_tokens, 1) * plan.top_k, plan.row_capacity(num_tokens)
+        # Every expert may start a gap later, and a tile is read from any row to its end.
+        assert rows >= pairs + plan.num_experts * (plan.row_align - 1) + plan.block_tokens
+        assert rows % 4 == 0  # scales of every group start at 16 bytes
+        assert shapes["mid"] == (rows, constants["mid_stride"])
+        assert shapes["mid_scale"] == (plan.num_k_blocks_2, rows)
+        assert shapes["row_pairs"] == (rows,)
+        assert shapes["slices"] == (pairs, plan.hidden)
+        if plan.split_tokens:
+            assert shapes["pool"] == (rows, plan.hidden)
+            assert shapes["pool_scale"] == (plan.num_k_blocks_1, rows)
+        else:
+            assert shapes["pool"] == (max(num_tokens, 1), plan.hidden)
         # A block per started 64 or 128 pairs of each expert, and a counter per expert.
         full_blocks = num_tokens * plan.top_k // plan.block_tokens
         assert plan.bank_words(num_tokens) >= 2 * plan.num_experts + full_blocks

@@ -35,7 +35,6 @@ def test_prints_constants_structs_and_tables(room):
         "constexpr i32 kBias = -3;",
         "constexpr u64 kBig = 5000000000;",
         "constexpr u32 kNumThreads = 256;",
-        "constexpr u32 kDeviceChecks = 0;",
         "constexpr u32 kAddWarpBegin = 4;",
         "constexpr u32 kAddWarpEnd = 8;",
         "constexpr u32 kAddRegs = 96;",
@@ -144,11 +143,6 @@ def test_a_missing_room_is_named(room):
     (room.templates / "tiny.cu.jinja").unlink()
     with pytest.raises(RenderError, match=r"no file tiny\.cu\.jinja"):
         render.render(PLAN, templates=room.templates)
-
-
-def test_device_checks_enter_the_text(room, monkeypatch):
-    monkeypatch.setenv("JITMOE_DEVICE_CHECKS", "1")
-    assert "constexpr u32 kDeviceChecks = 1;" in room(ROOM)
 
 
 def test_constant_names():

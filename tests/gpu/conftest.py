@@ -9,8 +9,18 @@ import pytest
 from jitmoe import ExpertWeights, Workspace, mega_moe, reference
 from jitmoe.fp8 import encode_bf16, quantize_tokens
 
-# ||y - ref|| / ||ref||: rounding where the kernel rounds too, and the noise of the format.
-REQUANTIZED_BOUND, EXACT_BOUND = 5e-3, 2.6e-2
+# ||y - ref|| / ||ref||: rounding where the kernel rounds too, and the noise of the format. The
+# tensor cores keep about 14 bits of a 128-deep sum, so activations between the GEMMs differ by 1e-4
+# and one in some hundred codes falls on the other side of a tie, a step of 2^-4 away: 4e-3 on
+# average, and more where few elements average.
+EXACT_BOUND = 2.6e-2
+MANY_ELEMENTS = 1 << 18
+
+
+def requantized_bound(num_elements: int) -> float:
+    return 5e-3 if num_elements >= MANY_ELEMENTS else 1e-2
+
+
 # |y - ref| / (|ref| + rms of ref's row). A code of the re-quantised activations that falls on the
 # other side of a tie is off by one step of e4m3, at most 2^-4 of the largest of its group: rare
 # enough to leave the norm alone, and 0.25 leaves room for four such in the same sum of one element.
@@ -74,7 +84,7 @@ class Call(NamedTuple):
         import cupy
 
         ref = self.reference()
-        assert reference.relative_error(y, ref, cupy) <= REQUANTIZED_BOUND
+        assert reference.relative_error(y, ref, cupy) <= requantized_bound(ref.size)
         assert reference.worst_element(y, ref, cupy) <= WORST_BOUND
         exact = self.reference(requantize=False)
         assert reference.relative_error(y, exact, cupy) <= exact_bound

@@ -135,20 +135,38 @@ def test_two_streams(make_layer, make_call):
 
 @pytest.mark.parametrize("num_tokens", [4, 1500])
 def test_timeout_is_an_error_and_reset_recovers(make_layer, make_call, num_tokens):
-    """A budget of a microsecond is always missed: the kernel ends, the context lives."""
+    """Counters that no launch left so make GEMM 2 wait for ever: the kernel ends, the context
+    lives, the error says who waited, reset() recovers.
+    """
     import cupy
 
     call = make_call(make_layer(16, 512, 256), num_tokens, 4)
-    workspace = Workspace(timeout_s=1e-6)
-    with pytest.raises(DeviceTimeout, match="still waited for"):
-        for _ in range(20):
-            call.run(call.fp8, workspace)
+    workspace = Workspace(timeout_s=0.2)
+    call.check(call.run(call.fp8, workspace), 4e-2)
+    ((plan, (capacity, control)),) = workspace._controls.items()
+    words = plan.bank_words(capacity)
+    banks = control[plan.control(capacity).offsets["banks"] :].view(cupy.uint32)
+    block_counters = 96 + plan.num_experts  # kBankBlocks of templates/roles/routing.cuh
+    for bank in (0, 1):
+        banks[bank * words + block_counters : (bank + 1) * words] = 7
+    with pytest.raises(DeviceTimeout, match="still waited for .* GEMM 1 tiles of block"):
+        call.run(call.fp8, workspace)
     with pytest.raises(DeviceTimeout, match="reset"):
         call.run(call.fp8, workspace)
-    workspace.timeout_us = 20_000_000
     workspace.reset()
     call.check(call.run(call.fp8, workspace), 4e-2)
-    cupy.cuda.Device().synchronize()
+
+
+@pytest.mark.parametrize("num_tokens", [4, 1500])
+def test_workspace_contents_do_not_matter(make_layer, make_call, workspace, num_tokens):
+    call = make_call(make_layer(16, 512, 256), num_tokens, 4)
+    wanted = call.run(call.fp8, workspace)
+    for byte in (0x00, 0x7F, 0x38):
+        workspace.scratch.fill(byte)
+        y = wanted.copy()
+        y.fill(0)
+        mega_moe(call.fp8, *call.tokens[1:], call.layer.weights, out=y, workspace=workspace)
+        assert (y == wanted).all()
 
 
 @pytest.mark.parametrize("num_tokens", [1, 50, 2000])

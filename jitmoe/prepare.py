@@ -1,0 +1,120 @@
+"""What calls with the same weights, plan and workspace share, made once: kernel, tensor maps,
+addresses.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from jitmoe.plan.mega_moe import MegaMoePlan
+from jitmoe.run.driver import is_capturing
+from jitmoe.run.launch import Kernel, ParamBlock, load, loaded
+from jitmoe.run.tma import encode_u8_map
+from jitmoe.run.workspace import CaptureError, Workspace
+from jitmoe.weights import ExpertWeights
+
+
+class Prepared(NamedTuple):
+    """What calls with the same weights, plan and memory share."""
+
+    kernel: Kernel
+    params: ParamBlock
+    memory: tuple[int, ...]
+    weight_scales: tuple[int, int]
+    scale_strides: tuple[int, ...]
+    bank_words: int
+    row_capacity: int
+    capacity: int
+    generation: int
+
+
+MAX_WORKSPACES = 16  # remembered for a layer and plan; the oldest is prepared again
+
+_SCRATCH = ("pool", "pool_scale", "row_pairs", "mid", "mid_scale", "slices")
+_CONTROL = ("header", "banks", "combine_count")
+
+
+def prepare(
+    weights: ExpertWeights, plan: MegaMoePlan, workspace: Workspace, num_tokens: int, stream: int
+) -> Prepared:
+    """The kernel, loaded, and its parameters as far as calls of up to `num_tokens` tokens share
+    them. Raises what `mega_moe` documents for kernels and memory.
+    """
+    known = weights.memo.setdefault(("prepared", plan), {})  # by workspace
+    prepared = known.get(workspace.serial)
+    if (
+        prepared is not None
+        and prepared.generation == workspace.generation
+        and prepared.capacity >= num_tokens
+    ):
+        return prepared
+    import cupy
+
+    with cupy.cuda.Device(weights.device):
+        if loaded(plan, weights.device) is None and is_capturing(stream):
+            raise CaptureError(
+                f"the kernel of the {plan.bucket} bucket is not loaded, which a graph "
+                "capture forbids; call jitmoe.warmup(...) or the layer itself once before capturing"
+            )
+        kernel = load(plan, weights.device)
+        memory = workspace.reserve(plan, num_tokens, stream)
+        params = ParamBlock(plan)
+        row_capacity = plan.row_capacity(workspace.capacity(plan))
+        params.write_maps(
+            *_weight_maps(weights, plan), *_token_maps(weights, plan, memory, row_capacity)
+        )
+    w13_scale, w2_scale = weights.w13_scale, weights.w2_scale
+    if len(known) >= MAX_WORKSPACES:
+        known.pop(next(iter(known)))
+    prepared = known[workspace.serial] = Prepared(
+        kernel,
+        params,
+        tuple(memory[name] for name in _SCRATCH + _CONTROL),
+        (w13_scale.ptr, w2_scale.ptr),
+        (w13_scale.strides[0], w2_scale.strides[0], w13_scale.strides[1], w2_scale.strides[1]),
+        workspace.bank_words(plan),
+        row_capacity,
+        workspace.capacity(plan),
+        workspace.generation,
+    )
+    return prepared
+
+
+def _weight_maps(weights: ExpertWeights, plan: MegaMoePlan) -> tuple[bytes, bytes]:
+    """Maps of w13 and w2 whose boxes are one tile of `block_rows` weight rows by 128 of K.
+
+    The map of w13 has dimensions (hidden, 8 rows, gate | up, intermediate / 8, expert), so that one
+    box lands gate and up in alternating groups of 8 rows, straight from [gate; up].
+    """
+    key = "weight_maps"
+    if key not in weights.memo:
+        w13, w2, half = weights.w13, weights.w2, weights.intermediate
+        expert_13, row_13 = w13.strides[:2]
+        expert_2, row_2 = w2.strides[:2]
+        weights.memo[key] = (
+            encode_u8_map(
+                w13.ptr,
+                [weights.hidden, 8, 2, half // 8, weights.num_experts],
+                [row_13, half * row_13, 8 * row_13, expert_13],
+                [plan.block_k, 8, 2, plan.block_rows // 16, 1],
+            ),
+            encode_u8_map(
+                w2.ptr,
+                [half, weights.hidden, weights.num_experts],
+                [row_2, expert_2],
+                [plan.block_k, plan.block_rows, 1],
+            ),
+        )
+    return weights.memo[key]
+
+
+def _token_maps(weights, plan: MegaMoePlan, memory: dict, row_capacity: int) -> tuple[bytes, ...]:
+    """Prefill: maps of the pool and of mid, a box being the token side of a tile."""
+    if not plan.split_tokens:
+        return ()
+    box = [plan.block_k, plan.block_tokens]
+    widths = {"pool": weights.hidden, "mid": plan.derived_constants["mid_stride"]}
+    return tuple(
+        encode_u8_map(memory[name], [width, row_capacity], [width], box)
+        for name, width in widths.items()
+    )

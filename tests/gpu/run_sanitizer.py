@@ -1,0 +1,57 @@
+"""Small layers of both buckets for compute-sanitizer; not a test of its own.
+
+compute-sanitizer --tool memcheck --error-exitcode 9 python tests/gpu/run_sanitizer.py
+(and --tool racecheck, --tool synccheck). Exits with 1 if a result is wrong.
+"""
+
+import dataclasses
+import sys
+
+import cupy
+import numpy as np
+
+from jitmoe import ExpertWeights, Workspace, mega_moe, reference
+from jitmoe.fp8 import encode_bf16, quantize_tokens
+from jitmoe.plan import heuristics
+from jitmoe.plan.problem import MAX_TOKENS, MoeProblem
+from jitmoe.run.driver import device_spec
+
+# experts, hidden, intermediate, top_k, tokens, bucket, pairs a CTA sorts alone, x is bf16
+CASES = [
+    (4, 256, 128, 2, 5, "decode", 2048, True),
+    (6, 384, 208, 3, 90, "decode", 512, False),
+    (4, 256, 128, 2, 90, "decode", 2, True),
+    (4, 256, 128, 2, 150, "prefill", 0, False),
+    (6, 384, 208, 3, 200, "prefill", 0, True),
+]
+
+
+def run(experts, hidden, intermediate, top_k, num_tokens, bucket, local_pairs, is_bf16) -> float:
+    """Relative error of two launches in a row."""
+    sized = MoeProblem(
+        1 if bucket == "decode" else MAX_TOKENS, hidden, intermediate, experts, top_k
+    )
+    plan = heuristics.choose(sized, device_spec(cupy.cuda.Device().id))
+    plan = dataclasses.replace(plan, num_local_pairs=local_pairs)
+    layer = reference.random_layer(experts, hidden, intermediate, seed=1)
+    device = [cupy.asarray(part) for part in layer]
+    weights = ExpertWeights(device[0], device[2], device[1], device[3])
+    tokens = reference.random_tokens(num_tokens, hidden, experts, top_k, 2, "unused")
+    codes, scale = quantize_tokens(tokens.x, np)
+    x = encode_bf16(tokens.x, np) if is_bf16 else (codes, scale)
+    x = cupy.asarray(x) if is_bf16 else tuple(map(cupy.asarray, x))
+    ids, router = cupy.asarray(tokens.topk_ids), cupy.asarray(tokens.topk_weights)
+    out = cupy.empty((num_tokens, hidden), cupy.uint16)
+    workspace = Workspace(timeout_s=600)
+    for _ in range(2):
+        mega_moe(x, ids, router, weights, out=out, workspace=workspace, plan=plan)
+    cupy.cuda.Device().synchronize()
+    workspace.check()
+    ref = reference.mega_moe(codes, scale, *tokens[1:], *layer, requantize=True)
+    return reference.relative_error(out.get(), ref)
+
+
+if __name__ == "__main__":
+    errors = [run(*case) for case in CASES]
+    print("relative errors", *(f"{error:.1e}" for error in errors))
+    sys.exit(max(errors) > 1e-2)
