@@ -31,12 +31,17 @@ def call(function, *args):
     """Call a driver function and return its results without the status. Raises DriverError."""
     status, *results = function(*args)
     if status != 0:
-        module = driver()
-        _, name = module.cuGetErrorName(status)
-        _, text = module.cuGetErrorString(status)
-        name = name.decode() if name else str(status)
-        raise DriverError(f"{function.__name__}: {name} ({text.decode() if text else 'unknown'})")
+        fail(function, status)
     return results[0] if len(results) == 1 else tuple(results)
+
+
+def fail(function, status):
+    """Raise the DriverError of a call that returned `status`."""
+    module = driver()
+    _, name = module.cuGetErrorName(status)
+    _, text = module.cuGetErrorString(status)
+    name = name.decode() if name else str(status)
+    raise DriverError(f"{function.__name__}: {name} ({text.decode() if text else 'unknown'})")
 
 
 def num_devices() -> int:
@@ -86,7 +91,7 @@ def is_capturing(stream: int) -> bool:
     query, stream_type, none = _capture_query()
     status, state = query(stream_type(stream))
     if status != 0:
-        call(lambda: (status,))
+        fail(query, status)
     return state != none
 
 

@@ -9,7 +9,7 @@ import threading
 from jitmoe.jit.build import Built, build
 from jitmoe.jit.params import layout
 from jitmoe.plan.plan import Plan
-from jitmoe.run.driver import call, device_spec, driver
+from jitmoe.run.driver import call, device_spec, driver, fail
 
 _FORMATS = {"i64": "q", "u64": "Q", "u32": "I", "i32": "i", "f32": "f"}
 
@@ -62,7 +62,7 @@ class Kernel:
         config.hStream = self._stream_type(stream)
         (status,) = self._launch(config, self.function, params.pointers, 0)
         if status != 0:
-            call(lambda: (status,))
+            fail(self._launch, status)
 
 
 class ParamBlock:

@@ -101,7 +101,6 @@ DEVICE void role_gather(const Params& p, Smem& smem, const Head& head) {
             wait_barrier(p, kWaitStageEmpty, &smem.empty[ring.stage], ring.stage, ring.empty_parity());
             copy_k_block(smem, copies, ring.stage, k);
         }
-        sync_warp();
-        if (lane_idx() == 0) free_task(smem, slot);
+        free_task(smem, slot);
     }
 }

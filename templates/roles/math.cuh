@@ -198,7 +198,6 @@ DEVICE void role_math(const Params& p, Smem& smem, const Head& head) {
             combine_tokens(p, task, share, smem.task_rows[slot.stage] + share.first_token,
                            smem.task_used[slot.stage] + share.first_token);
         }
-        sync_warp();
-        if (lane_idx() == 0) free_task(smem, slot);
+        free_task(smem, slot);
     }
 }

@@ -8,8 +8,9 @@ struct Task {
     u32 phase, expert, tile, row_start, num_rows, block;
 };
 
-// Arrivals that free a task slot: the load lane, the feed lane or one of each gather warp, one of each math warp.
-constexpr u32 kTaskConsumers = 1 + (kSplitTokens ? 1 : kNumGatherWarps) + kNumMathWarps;
+// Arrivals that free a task slot: the load lane, the feed lane or all lanes of the gather warps, all lanes of the math
+// warps.
+constexpr u32 kTaskConsumers = 1 + (kSplitTokens ? 1 : kNumGatherWarps * kWarpThreads) + kNumMathWarps * kWarpThreads;
 
 // Blocks of one expert that are walked together for each weight tile: their tokens stay in L2 while every weight tile
 // is read once. 16 x 128 tokens of hidden 7168 are 15 MB. Guess.
@@ -66,8 +67,7 @@ DEVICE void role_schedule(const Params& p, Smem& smem, const Head& head) {
             words[4] = task.num_rows;
             words[5] = task.block;
         }
-        sync_warp();
-        if (lane == 0) arrive(&smem.task_full[slot.stage]);  // pairs with next_task
+        arrive(&smem.task_full[slot.stage]);  // every lane, for what it wrote; pairs with next_task
         if (task.phase == kDone) return;
         slot.advance();
         // The first task of a CTA is its index, the others are claimed.
@@ -87,7 +87,7 @@ DEVICE Task next_task(const Params& p, Smem& smem, const Ring<kNumTaskSlots>& sl
     return read_task(smem, slot.stage);
 }
 
-// One lane, after its warp has read the slot for the last time.
+// Every lane that reads the slot, after its last read.
 DEVICE void free_task(Smem& smem, Ring<kNumTaskSlots>& slot) { arrive(&smem.task_empty[slot.stage]); }
 
 DEVICE u32 num_k_blocks(const Task& task) { return task.phase == kGemm1 ? kNumKBlocks1 : kNumKBlocks2; }

@@ -116,7 +116,7 @@ def test_a_stall_says_who_waits_for_what():
     report = str(caught.value)
     assert re.search(r"load warp 0 of block \d .*waits for flag banks", report)
     assert re.search(
-        r"math warp 11 of block 0 waits for named barrier 0: 383 of 384 threads", report
+        r"math warp 11 of block 0 waits for named barrier 0: 352 of 384 threads", report
     )
 
 
