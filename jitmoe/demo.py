@@ -1,4 +1,6 @@
-"""`jitmoe demo`: a real layer, run and checked on a Hopper GPU, or built where there is none."""
+"""`jitmoe demo`: a real layer, run and checked on a Hopper GPU; where there is none, built, and the
+kernels of a small layer run emulated.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,18 @@ import numpy as np
 from rich.console import Console
 
 from jitmoe import prebuild, reference
+from jitmoe.emulate.compile import NoHostCompiler
+from jitmoe.emulate.mega_moe import EmulatedLayer
 from jitmoe.fp8 import decode_e4m3, quantize_tokens
+from jitmoe.plan import heuristics
+from jitmoe.plan.gpu import gpu_spec
 from jitmoe.plan.models import ModelShape
-from jitmoe.plan.problem import QUANT_GROUP
+from jitmoe.plan.problem import QUANT_GROUP, MoeProblem
 from jitmoe.run.driver import device_spec, num_devices
 
 ARCH = "sm_90a"
+EMULATED_TOKENS = {"decode": 20, "prefill": 150}
+EMULATED_BOUND = 4e-3  # bf16 slices and sums; the emulated tensor cores add exactly
 
 
 def demo(
@@ -43,7 +51,7 @@ def demo(
 
 
 def demo_without_gpu(console: Console, shape: ModelShape, ep: int, jobs: int) -> bool:
-    """Everything that needs no GPU: the kernels are built for Hopper and the oracle is checked."""
+    """All that needs no GPU: kernels built, the oracle checked, small kernels emulated."""
     console.print(
         f"No Hopper GPU here. Building the {ARCH} kernels of {shape.name} (one rank of {ep}):",
         markup=False,
@@ -56,8 +64,41 @@ def demo_without_gpu(console: Console, shape: ModelShape, ep: int, jobs: int) ->
         f"NumPy oracle against a loop over tokens, slots and channels: relative error {error:.1e} "
         f"in {time.perf_counter() - start:.1f} s: {verdict(is_right)}"
     )
-    console.print("No kernel was executed: that needs an H100, H200 or H20.")
-    return is_built and is_right
+    return is_built and is_right and demo_emulated(console)
+
+
+def demo_emulated(console: Console) -> bool:
+    """Both kernels of a small layer, run thread by thread on the CPU, against the oracle.
+
+    True if they are right, or if there is no C++ compiler to run them with.
+    """
+    passes = []
+    for bucket, num_tokens in EMULATED_TOKENS.items():
+        start = time.perf_counter()
+        try:
+            error = emulated_error(bucket, num_tokens)
+        except NoHostCompiler as missing:
+            console.print(f"No kernel was executed: {missing}", markup=False)
+            return True
+        passes.append(error < EMULATED_BOUND)
+        console.print(
+            f"{bucket} kernel of a small layer, emulated, {num_tokens} tokens: relative error "
+            f"{error:.1e} in {time.perf_counter() - start:.1f} s: {verdict(passes[-1])}"
+        )
+    console.print("That was this CPU; times need an H100, H200 or H20.")
+    return all(passes)
+
+
+def emulated_error(bucket: str, num_tokens: int) -> float:
+    """Relative error of an emulated launch against the oracle that rounds where the kernel does."""
+    layer = reference.random_layer(num_experts=4, hidden=256, intermediate=208, seed=1)
+    plan = heuristics.plans_of_model(MoeProblem(1, 256, 208, 4, 2), gpu_spec("h200"))[bucket]
+    emulated = EmulatedLayer(plan, layer, max_tokens=num_tokens, num_blocks=3)
+    tokens = reference.random_tokens(num_tokens, 256, 4, 2, seed=2, routing="unused")
+    x, x_scale = quantize_tokens(tokens.x)
+    y = emulated((x, x_scale), tokens.topk_ids, tokens.topk_weights)
+    inputs = (x, x_scale, tokens.topk_ids, tokens.topk_weights, *layer)
+    return reference.relative_error(y, reference.mega_moe(*inputs, requantize=True))
 
 
 def verdict(is_right: bool) -> str:

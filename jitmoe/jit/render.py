@@ -118,7 +118,9 @@ class _Paste:
 
     def __call__(self, path: str) -> str:
         folder, slash, rest = path.partition("/")
-        actual = f"{self._layer}/{rest}" if folder == "device" and slash else path
+        replaced = f"{self._layer}/{rest}"
+        is_replaced = folder == "device" and slash and replaced in self._env.list_templates()
+        actual = replaced if is_replaced else path  # a file without PTX serves every layer
         if actual in self._pasted:
             raise RenderError(f"{actual} is pasted twice; a room lists each file once, in order")
         self._pasted.add(actual)

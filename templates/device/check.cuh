@@ -16,15 +16,6 @@ enum Wait : u32 {
 constexpr u32 kHeaderParity = 0;
 constexpr u32 kHeaderAbort = 32;
 
-// Time in units of 1.024 us that wraps after 73 minutes: one register instead of two in every wait.
-DEVICE u32 global_timer_us() {
-    u64 now;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-    return u32(now >> 10);
-}
-
-DEVICE void exit_thread() { asm volatile("exit;"); }
-
 DEVICE void give_up(const Params& p, Wait what, u32 index, u32 expected) {
     if (compare_and_swap_gpu(p.header + kHeaderAbort, 0, 1) == 0) {
         store_relaxed_sys(p.status + 1, what);

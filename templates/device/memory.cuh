@@ -1,4 +1,5 @@
-// Loads, stores, atomics and fences whose order or scope matters: the scope is in the name. Relies on types.cuh.
+// Loads, stores, atomics and fences whose order or scope matters: the scope is in the name; the clock. Relies on
+// types.cuh.
 
 DEVICE u32 shared_address(const void* pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
 
@@ -78,3 +79,12 @@ DEVICE void copy_16_async(void* shared, const void* global) {
 DEVICE void copy_4_async(void* shared, const void* global) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global) : "memory");
 }
+
+// Time in units of 1.024 us that wraps after 73 minutes: one register instead of two in every wait.
+DEVICE u32 global_timer_us() {
+    u64 now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    return u32(now >> 10);
+}
+
+DEVICE void exit_thread() { asm volatile("exit;"); }

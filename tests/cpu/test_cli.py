@@ -294,7 +294,22 @@ def cache_finding():
 def test_demo_without_a_gpu(own_cache):
     text = program("demo", "--model", "qwen3-30b-a3b", "--ep", "4", CUDA_VISIBLE_DEVICES="").stdout
     assert "2 of 2 kernels ready" in text and "registers, 0 bytes spilled" in text
-    assert "PASS" in text and "No kernel was executed" in text
+    assert text.count("PASS") == 3 and "FAIL" not in text
+    assert "decode kernel of a small layer, emulated" in text and "prefill kernel" in text
+
+
+def test_demo_without_a_compiler(own_cache, monkeypatch):
+    def missing(*_):
+        raise demo.NoHostCompiler("no C++ compiler")
+
+    monkeypatch.setattr(demo, "EmulatedLayer", lambda *args, **kwargs: missing())
+    text = invoke("demo", "--model", "qwen3-30b-a3b", "--ep", "4").stdout
+    assert "No kernel was executed: no C++ compiler" in text
+
+
+def test_demo_fails_if_a_kernel_is_wrong(own_cache, monkeypatch):
+    monkeypatch.setattr(demo, "emulated_error", lambda *_: 0.1)
+    assert "FAIL" in invoke("demo", "--model", "qwen3-30b-a3b", "--ep", "4", code=1).stdout
 
 
 def test_demo_fails_if_the_oracle_is_wrong(own_cache, monkeypatch):
