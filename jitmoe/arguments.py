@@ -8,6 +8,8 @@ from jitmoe.plan.problem import QUANT_GROUP
 from jitmoe.run.arrays import DeviceArray, check_array, check_contiguous, check_rows, view
 from jitmoe.weights import ExpertWeights
 
+MAX_X_BYTES = 1 << 36  # row offsets are 32-bit numbers of 16 bytes in the kernel
+
 
 class Call(NamedTuple):
     """Arguments that were read and found right."""
@@ -74,6 +76,11 @@ def _check(x, scale, ids, router, out, weights: ExpertWeights) -> tuple[int, int
     check_array(x, "x", (None, hidden), formats, device, remedy)
     check_rows(x, "x", 8 if scale is None else 16)
     num_tokens = x.shape[0]
+    if num_tokens * x.strides[0] * (2 if scale is None else 1) >= MAX_X_BYTES:
+        raise ValueError(
+            f"x must lie within {MAX_X_BYTES >> 30} GiB, got {num_tokens:,} rows {x.strides[0]:,} "
+            "elements apart; copy it"
+        )
     if scale is not None:
         remedy = "pass one scale for each token and 128 channels"
         groups = hidden // QUANT_GROUP

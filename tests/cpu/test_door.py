@@ -265,3 +265,9 @@ def test_workspace_stream_and_plan_must_fit():
 def test_calls_without_a_kernel(num_tokens, top_k, parts):
     message = refusal(lambda: workspace_bytes(layer_weights(), num_tokens, top_k))
     assert all(part in message for part in parts), message
+
+
+def test_rows_too_far_apart():
+    x = FakeArray((TOKENS, HIDDEN), "bfloat16", strides=(1 << 36, 1))
+    message = refusal(lambda: mega_moe(weights=layer_weights(), **call_arrays() | {"x": x}))
+    assert "within 64 GiB" in message and "copy it" in message
