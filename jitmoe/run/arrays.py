@@ -83,6 +83,7 @@ def view(array, name: str) -> DeviceArray:
     return reader(array, name)
 
 
+_new = tuple.__new__  # half the time of the constructor that NamedTuple writes
 _readers: dict[type, Callable] = {}
 _layouts: dict[tuple, Layout] = {}
 _MAX_LAYOUTS = 8192  # token counts come and go
@@ -109,7 +110,7 @@ def _read_torch(array, name: str) -> DeviceArray:
             )
         dtype = str(array.dtype).removeprefix("torch.")
         layout = _layout(key, key[1], dtype, array.element_size(), array.device.index, "torch")
-    return DeviceArray(array.data_ptr(), layout)
+    return _new(DeviceArray, (array.data_ptr(), layout))
 
 
 def _read_cupy(array, name: str, family: str = "cupy") -> DeviceArray:
@@ -120,7 +121,7 @@ def _read_cupy(array, name: str, family: str = "cupy") -> DeviceArray:
         itemsize = array.itemsize
         strides = [stride // itemsize for stride in array.strides]
         layout = _layout(key, strides, array.dtype.name, itemsize, data.device_id, family)
-    return DeviceArray(data.ptr, layout)
+    return _new(DeviceArray, (data.ptr, layout))
 
 
 def _read_other(array, name: str) -> DeviceArray:

@@ -143,6 +143,7 @@ class Workspace:
         capacity = (
             -(-max(capacity, min(old_capacity + old_capacity // 4, old_capacity + 4096)) // 64) * 64
         )
+        self.generation += 1  # even if memory runs out: some of the old may be gone by then
         with cupy.cuda.Device(self.device), _external_stream(stream):
             try:
                 control = old_control
@@ -162,7 +163,6 @@ class Workspace:
                     f"{plan.workspace_bytes(capacity):,} bytes of GPU memory: {error}; "
                     "split the batch"
                 ) from error
-        self.generation += 1
         return self._controls[plan]
 
     def _retire(self, array) -> None:
@@ -181,7 +181,9 @@ class Workspace:
     def _describe(self) -> str:
         _, what, block, warp, index, expected = self._status[:6]
         awaited = _WAITS.get(what, f"wait {what}").format(index=index, expected=expected)
-        role = next((r for p in self._controls for r in _roles_of_warp(p, warp)), "?")
+        # The buckets' plans give some warps different roles.
+        roles = dict.fromkeys(r for p in self._controls for r in _roles_of_warp(p, warp))
+        role = " or ".join(roles) or "?"
         return (
             f"after {self.timeout_us / 1e6:g} s, role {role} (warp {warp}) of block {block} "
             f"still waited for {awaited}. Results of that launch and of later ones are invalid; "

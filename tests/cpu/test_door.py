@@ -1,14 +1,18 @@
 """What mega_moe() and ExpertWeights refuse, naming what was got, what is allowed, what to do."""
 
+import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from jitmoe import ExpertWeights, MoeProblem, mega_moe, workspace_bytes
+from jitmoe import ExpertWeights, MoeProblem, fused, mega_moe, prepare, workspace_bytes
 from jitmoe.plan.gpu import gpu_spec
 from jitmoe.plan.heuristics import choose
+from jitmoe.run import arrays
+from jitmoe.weights import Memo
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, TOKENS = 4, 512, 192, 2, 3
 
@@ -174,6 +178,23 @@ def test_host_tensors_and_strangers():
     assert "w2 must be a GPU array" in message and "DLPack" in message and "object" in message
 
 
+def test_strangers_without_cupy(monkeypatch):
+    """Tensors of PyTorch need no CuPy to be read; of other libraries they do."""
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    message = refusal(lambda: ExpertWeights(**weight_arrays() | {"w2": object()}), TypeError)
+    assert message.startswith("w2 is a builtins.object") and "CuPy is not installed" in message
+    assert "pip install" in message
+
+
+def test_subclasses_of_tensors_are_tensors():
+    class Parameter(FakeTensor):
+        pass
+
+    Parameter.__module__ = "somebody.layers"
+    message = refusal(lambda: ExpertWeights(**weight_arrays() | {"w2": Parameter()}), TypeError)
+    assert "got a tensor on cpu" in message
+
+
 def test_weights_must_be_wrapped():
     message = refusal(lambda: mega_moe(weights=weight_arrays(), **call_arrays()), TypeError)
     assert "jitmoe.ExpertWeights" in message and "got dict" in message and "wrap" in message
@@ -181,12 +202,16 @@ def test_weights_must_be_wrapped():
 
 E4M3 = FakeArray((TOKENS, HIDDEN), "float8_e4m3fn")
 SCALE = FakeArray((TOKENS, HIDDEN // 128), "float32")
+NO_SLOTS = {"topk_weights": FakeArray((3, 0), "float32")}
+MANY_SLOTS = {"topk_weights": FakeArray((3, 33), "float32")}
 
 
 @pytest.mark.parametrize(
     "changes, parts",
     [
         ({"x": E4M3}, ["x is e4m3", "no scales", "x=(x_fp8, x_scale)"]),
+        ({"x": (E4M3,)}, ["x must be an array or a pair", "got a tuple of 1", "pass"]),
+        ({"x": (E4M3, SCALE, SCALE)}, ["x must be an array or a pair", "got a tuple of 3"]),
         ({"x": FakeArray((3, 512), "float32")}, ["x must", "bf16 or u16", "got f32", "convert"]),
         ({"x": FakeArray((3, 256), "bfloat16")}, ["x must", "[*, 512]", "got [3, 256]"]),
         ({"x": FakeArray((512,), "bfloat16")}, ["x must", "[*, 512]", "got [512]"]),
@@ -217,6 +242,13 @@ SCALE = FakeArray((TOKENS, HIDDEN // 128), "float32")
         ({"out": FakeArray((2, 512), "uint16")}, ["out must", "[3, 512]", "got [2, 512]"]),
         ({"out": FakeArray((3, 512), "uint16", device=1)}, ["out is on GPU 1", "move"]),
         ({"out": strided((3, 512), "uint16", (516, 1))}, ["rows of out", "516", "copy"]),
+        ({"out": strided((3, 512), "uint16", (0, 1))}, ["rows of out overlap", "0 apart", "pass"]),
+        ({"out": strided((3, 512), "uint16", (504, 1))}, ["rows of out overlap", "504 apart"]),
+        ({"out": FakeArray((3, 512), "uint16")}, ["out, 0x100000", "overlaps x", "memory"]),
+        ({"out": FakeArray((3, 512), "uint16", ptr=(1 << 20) + 2048)}, ["overlaps x"]),
+        ({"out": FakeArray((3, 512), "uint16", ptr=(1 << 20) - 2048)}, ["overlaps x"]),
+        ({"topk_ids": FakeArray((3, 0), "int64")} | NO_SLOTS, ["top_k", "from 1", "got 0"]),
+        ({"topk_ids": FakeArray((3, 33), "int64")} | MANY_SLOTS, ["top_k", "got 33; split"]),
     ],
 )
 def test_arguments_that_do_not_fit(changes, parts):
@@ -231,6 +263,19 @@ def test_no_tokens_is_no_work(dtype):
     assert mega_moe(weights=layer_weights(), **arrays) is arrays["out"]
     pair = (FakeArray((0, HIDDEN), "uint8"), FakeArray((0, HIDDEN // 128), "float32"))
     assert mega_moe(weights=layer_weights(), **arrays | {"x": pair}) is arrays["out"]
+    # As CuPy has it: an empty array's strides are 0 and so is its address.
+    empty = {
+        name: FakeArray(array.shape, array.dtype.name, strides=(0, 0), ptr=0)
+        for name, array in arrays.items()
+    }
+    assert mega_moe(weights=layer_weights(), **empty) is empty["out"]
+
+
+def test_too_many_tokens_are_refused_before_memory_is_taken(monkeypatch):
+    monkeypatch.setattr(arrays, "empty_rows", lambda *_: pytest.fail("took memory"))
+    given = call_arrays(tokens=262_145) | {"out": None}
+    message = refusal(lambda: mega_moe(weights=layer_weights(), **given))
+    assert "num_tokens" in message and "got 262,145; split" in message
 
 
 def test_workspace_stream_and_plan_must_fit():
@@ -271,3 +316,118 @@ def test_rows_too_far_apart():
     x = FakeArray((TOKENS, HIDDEN), "bfloat16", strides=(1 << 36, 1))
     message = refusal(lambda: mega_moe(weights=layer_weights(), **call_arrays() | {"x": x}))
     assert "within 64 GiB" in message and "copy it" in message
+
+
+# Calls that are right, with everything below the door replaced
+
+
+class FakeKernel:
+    def __init__(self):
+        self.launches = []
+
+    def launch(self, params, stream):
+        self.launches.append((params.values, stream))
+
+
+class FakeParams:
+    def __init__(self, plan):
+        self.plan = plan
+
+    def write_maps(self, *maps):
+        self.maps = maps
+
+    def write(self, *values):
+        params = [param for param in self.plan.params if param.ctype != "TensorMap"]
+        self.values = {p.name: v for p, v in zip(params, values, strict=True)}
+
+
+class RoomyWorkspace(FakeWorkspace):
+    serials = iter(range(1000))
+    generation, status_address, timeout_us = 1, 77, 99
+
+    def __init__(self):
+        super().__init__()
+        self.serial = next(self.serials)
+
+    def reserve(self, plan, num_tokens, stream):
+        return plan.scratch(4096).offsets | plan.control(4096).offsets
+
+    def capacity(self, plan):
+        return 4096
+
+    def bank_words(self, plan):
+        return plan.bank_words(4096)
+
+    def note_launch(self, stream):
+        pass
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    kernel = FakeKernel()
+    cuda = SimpleNamespace(Device=lambda device: nullcontext())
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(fused, "device_spec", lambda device: gpu_spec("h200"))
+    monkeypatch.setattr(prepare, "loaded", lambda plan, device: kernel)
+    monkeypatch.setattr(prepare, "load", lambda plan, device: kernel)
+    monkeypatch.setattr(prepare, "ParamBlock", FakeParams)
+    monkeypatch.setattr(prepare, "encode_u8_map", lambda *_: bytes(128))
+    return kernel
+
+
+def test_parameters(kernel):
+    weights, given = layer_weights(), call_arrays()
+    x = strided((TOKENS, HIDDEN), "bfloat16", (1024, 1))
+    assert (
+        mega_moe(weights=weights, **given | {"x": x}, stream=5, workspace=RoomyWorkspace())
+        is given["out"]
+    )
+    codes = FakeArray((TOKENS, HIDDEN), "uint8", ptr=1 << 28)
+    scale = strided((TOKENS, HIDDEN // 128), "float32", (1, TOKENS))
+    mega_moe(weights=weights, **given | {"x": (codes, scale)}, stream=6, workspace=RoomyWorkspace())
+    (bf16, stream), (fp8, other) = kernel.launches
+    assert (stream, other) == (5, 6)
+    assert (bf16["x"], bf16["x_stride"], bf16["x_is_bf16"], bf16["x_scale"]) == (
+        1 << 20,
+        2048,
+        1,
+        0,
+    )
+    assert (fp8["x"], fp8["x_stride"], fp8["x_is_bf16"]) == (1 << 28, HIDDEN, 0)
+    assert (fp8["x_scale"], fp8["x_scale_token_stride"]) == (1 << 20, 1)
+    assert fp8["x_scale_group_stride"] == TOKENS
+    for values in (bf16, fp8):
+        assert (values["y"], values["y_stride"], values["num_tokens"]) == (1 << 24, HIDDEN, TOKENS)
+        assert (values["ids_are_i64"], values["weights_are_bf16"]) == (1, 0)
+        assert (values["status"], values["timeout_us"]) == (77, 99)
+
+
+def test_layouts_are_checked_once_and_addresses_always(kernel):
+    weights, given, workspace = layer_weights(), call_arrays(), RoomyWorkspace()
+
+    def call(**changes):
+        mega_moe(weights=weights, **given | changes, stream=0, workspace=workspace)
+
+    for _ in range(3):
+        call()
+    assert len(weights.calls) == 1 and len(kernel.launches) == 3
+    moved = FakeArray((TOKENS, HIDDEN), "bfloat16", ptr=(1 << 20) + 8)
+    assert "rows of x" in refusal(lambda: call(x=moved))
+    beside = FakeArray((TOKENS, HIDDEN), "uint16", ptr=(1 << 20) + 2 * TOKENS * HIDDEN)
+    call(out=beside)
+    assert "overlaps" in refusal(lambda: call(out=FakeArray((TOKENS, HIDDEN), "uint16")))
+
+
+def test_workspaces_of_the_past_are_forgotten(kernel):
+    weights = layer_weights()
+    for _ in range(100):
+        mega_moe(weights=weights, **call_arrays(), stream=0, workspace=RoomyWorkspace())
+    prepared = [value for key, value in weights.memo.items() if key[0] == "prepared"]
+    assert [len(known) for known in prepared] == [prepare.MAX_WORKSPACES]
+
+
+def test_memo_is_bounded():
+    memo = Memo(3)
+    for key in range(10):
+        memo[key] = memo[key] = key
+        assert key in memo and len(memo) <= 3
