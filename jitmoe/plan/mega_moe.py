@@ -193,7 +193,7 @@ class MegaMoePlan(Plan):
         words, tokens = self.bank_words(num_tokens), max(num_tokens, 1)
         return MemoryMap(
             (
-                Region("header", "u32", (64,), 256, "launch parity, exits, abort"),
+                Region("header", "u32", (64,), 256, "launch parity, abort"),
                 Region("banks", "u32", (2, words), 256, "counters, by launch parity"),
                 Region("combine_count", "u32", (tokens, self.num_tiles_2), 256, "self-resetting"),
             )

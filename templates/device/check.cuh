@@ -1,7 +1,7 @@
 // Waits with a budget. On expiry the first thread to give up records who waited for what in the status words, and
 // every thread that still waits leaves: no trap, the context survives. Relies on types.cuh, memory.cuh and Params.
 
-// What can be awaited; run/launch.py holds the sentences.
+// What can be awaited; run/workspace.py holds the sentences.
 enum Wait : u32 {
     kWaitStageFull = 1,
     kWaitStageEmpty = 2,

@@ -41,8 +41,9 @@ DEVICE void wait_barrier(const Params& p, Wait what, u64* barrier, u32 index, u3
     wait_until(p, what, index, parity, [&] { return try_wait(barrier, parity); });
 }
 
-// The same while WGMMAs are in flight. No path out of the kernel here: ptxas would serialise them (C7518). When the
-// budget is spent it returns, and the caller's next wait_barrier, for a phase that never comes, gives up.
+// The same while WGMMAs are in flight. No path out of the kernel here: ptxas would serialise them (C7518).
+// NOTE: when the budget is spent it returns all the same. The roles that owe the phase wait as long and report; should
+// they be served in the last moment, this launch's results are wrong and nobody says so.
 DEVICE void wait_in_flight(const Params& p, u64* barrier, u32 parity) {
     const u32 start = global_timer_us();
     while (!try_wait(barrier, parity) && global_timer_us() - start <= p.timeout_us) {
