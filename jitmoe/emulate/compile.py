@@ -24,18 +24,24 @@ from jitmoe.jit.render import render, templates_dir
 from jitmoe.plan.plan import Plan
 
 RUNTIME = Path(__file__).parent / "runtime"
-_SOURCES = ("scheduler", "memory", "mbarrier", "warp", "wgmma", "main")
+_SOURCES = ("scheduler", "memory", "mbarrier", "warp", "wgmma", "races", "main")
 _COMMON = ("-std=c++17", "-w", "-fno-strict-aliasing", "-ffp-contract=off", "-Wno-psabi")
 _KERNEL_FLAGS = ("-O1", "-g1")
 _RUNTIME_FLAGS = ("-O2", "-g1")
+# Of the kernel in the checked build: every access is reported to runtime/races.cpp, which stands in
+# for the runtime of ThreadSanitizer, and undefined behaviour ends the run. Fixed addresses make
+# lines of code findable.
+_SANITIZERS = ("-fsanitize=undefined", "-fno-sanitize-recover=all", "-fno-sanitize=vptr")
+_CHECKED_FLAGS = ("-fsanitize=thread", *_SANITIZERS, "-fno-pie")
+_CHECKED_LINK_FLAGS = ("-no-pie", *_SANITIZERS)
 _BANNER = re.compile(r"^// ==== (.+) ====$")
 
 # Behind the text: what runtime/main.cpp calls.
 _TAIL = """
 extern "C" void emu_kernel(const void* params) {{ {name}(*static_cast<const Params*>(params)); }}
 extern "C" {{
-extern const emu::u32 emu_params_bytes;
-const emu::u32 emu_params_bytes = sizeof(Params);
+extern const emu::u32 emu_params_bytes, emu_checked;
+const emu::u32 emu_params_bytes = sizeof(Params), emu_checked = {checked};
 }}
 """
 
@@ -72,14 +78,15 @@ def compiler_version() -> str:
     return _run([*compiler(), "--version"]).splitlines()[0]
 
 
-def executable(plan: Plan) -> Path:
-    """The emulated kernel of `plan`, built on first use.
+def executable(plan: Plan, checked: bool = False) -> Path:
+    """The emulated kernel of `plan`, built on first use; `checked` finds races and undefined
+    behaviour, at several times the cost.
 
     Raises NoHostCompiler, HostCompileError.
     """
     runtime_key = _key(*(path.read_text() for path in sorted(RUNTIME.iterdir())))
     text = render(plan, layer="emulated")
-    source = _with_line_numbers(text) + _TAIL.format(name=plan.name)
+    source = _with_line_numbers(text) + _TAIL.format(name=plan.name, checked=int(checked))
     key = _key(runtime_key, source)
     directory = _directory()
     path = directory / f"{plan.name}-{key}"
@@ -90,8 +97,10 @@ def executable(plan: Plan) -> Path:
         kernel = Path(aside, "kernel.cpp")
         kernel.write_text(source)
         include = ("-include", str(RUNTIME / "emulator.h"))
-        flags = (*_COMMON, *_KERNEL_FLAGS, *include)
-        _run([*compiler(), *flags, str(kernel), "-x", "none", *objects, "-o", f"{aside}/kernel"])
+        flags = (*_COMMON, *_KERNEL_FLAGS, *(_CHECKED_FLAGS if checked else ()), *include)
+        _run([*compiler(), *flags, "-c", str(kernel), "-o", f"{aside}/kernel.o"])
+        link = _CHECKED_LINK_FLAGS if checked else ()
+        _run([*compiler(), *link, f"{aside}/kernel.o", *objects, "-o", f"{aside}/kernel"])
         os.replace(f"{aside}/kernel", path)
     return path
 
@@ -124,7 +133,8 @@ def _directory() -> Path:
 
 def _key(*parts: str) -> str:
     digest = hashlib.sha256()
-    for part in (compiler_version(), *_COMMON, *_KERNEL_FLAGS, *_RUNTIME_FLAGS, *parts):
+    flags = (*_COMMON, *_KERNEL_FLAGS, *_RUNTIME_FLAGS, *_CHECKED_FLAGS, *_CHECKED_LINK_FLAGS)
+    for part in (compiler_version(), *flags, *parts):
         data = part.encode()
         digest.update(b"%d:" % len(data) + data)
     return digest.hexdigest()[:16]

@@ -19,12 +19,20 @@ class EmulatedLayer:
     layer       quantised weights, as `reference.random_layer` makes them
     max_tokens  room in the workspace
     num_blocks  blocks of the cooperative grid
+    checked     whether data races and undefined behaviour are looked for: several times slower
     """
 
-    def __init__(self, plan: MegaMoePlan, layer: Layer, max_tokens: int, num_blocks: int = 4):
+    def __init__(
+        self,
+        plan: MegaMoePlan,
+        layer: Layer,
+        max_tokens: int,
+        num_blocks: int = 4,
+        checked: bool = False,
+    ):
         self.plan, self.max_tokens, self.num_blocks = plan, max_tokens, num_blocks
         self.layer = Layer(*(np.ascontiguousarray(part) for part in layer))
-        self.executable = executable(plan)
+        self.executable = executable(plan, checked)
         self.report = ""
         self.status = np.zeros(16, np.uint32)
         control = plan.control(max_tokens)

@@ -6,6 +6,8 @@ Knows plans, not experts.
 from __future__ import annotations
 
 import mmap
+import re
+import shutil
 import struct
 import subprocess
 import tempfile
@@ -123,6 +125,30 @@ def launch(
     return report
 
 
+_CODE = re.compile(r"<([0-9a-f]+) ([0-9a-f]+)>")
+
+
+def _with_lines(executable: Path, report: str) -> str:
+    """Addresses of code, <at caller>, as file:line: the place in a role that an access belongs to.
+
+    Needs addr2line or llvm-symbolizer; without them addresses stay.
+    """
+    tool = shutil.which("addr2line") or shutil.which("llvm-addr2line")
+    if tool is None or not _CODE.search(report):
+        return report
+
+    def line(match: re.Match) -> str:
+        # Return addresses: the call is before them. -i lists what is inlined there, innermost first.
+        places = [f"{int(address, 16) - 1:x}" for address in match.groups()]
+        command = [tool, "-i", "-e", str(executable), *places]
+        output = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+        frames = re.findall(r"(?:^|/)(templates/\S+:\d+|kernel.cpp:\d+)", output, re.MULTILINE)
+        roles = [f for f in frames if not f.startswith(("templates/device", "templates/emulated"))]
+        return (roles or frames or [match[0]])[0]
+
+    return _CODE.sub(line, report)
+
+
 def _run(executable: Path, job: str, timeout_s: float, seed: int) -> str:
     try:
         result = subprocess.run(
@@ -137,7 +163,7 @@ def _run(executable: Path, job: str, timeout_s: float, seed: int) -> str:
         raise EmulationError(
             f"the emulated kernel ran for more than {timeout_s:g} s (seed {seed})"
         ) from None
-    report = result.stdout + result.stderr
+    report = _with_lines(executable, result.stdout + result.stderr)
     if result.returncode not in (DONE, GAVE_UP):
         raise EmulationError(report or f"the emulated kernel ended with code {result.returncode}")
     return report

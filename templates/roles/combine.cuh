@@ -39,7 +39,9 @@ DEVICE void combine_tokens(const Params& p, const Task& task, const Share& share
         last = fetch_add_acq_rel_gpu(count, 1) + 1 == __popc(used);
         if (last) store_relaxed_gpu(count, 0);  // ready for the next launch
     }
-    for (u32 ready = __ballot_sync(kFullMask, last); ready != 0; ready &= ready - 1) {
+    u32 ready = __ballot_sync(kFullMask, last);
+    if (ready != 0) sync_warp();  // what the last have acquired is ordered before every lane's loads
+    for (; ready != 0; ready &= ready - 1) {
         const u32 lane = __ffs(ready) - 1;
         combine_token(p, __shfl_sync(kFullMask, token, lane), __shfl_sync(kFullMask, used, lane), task.tile);
     }

@@ -22,6 +22,7 @@ constexpr u32 kWarpLanes = 32;
 constexpr u32 kAllLanes = 0xffffffffu;
 constexpr u32 kSharedBase = 1024;  // the system keeps the first KiB of a block's shared memory
 constexpr u32 kRegisterFile = 65536;
+constexpr u32 kMaxCalls = 64;  // that a thread's call stack remembers
 
 struct Random {
     u64 state;
@@ -41,6 +42,27 @@ struct Waiting {
     const void* object = nullptr;
     u32 a = 0, b = 0;  // mbarrier: parity. flag: value seen. named: id, threads. registers: wanted
     const char* what = "";
+};
+
+// What has happened, for the checked build: by agent the last epoch that is known to be over (races.cpp).
+struct Clock {
+    std::vector<u32> epochs;
+    bool knows(u32 agent, u32 epoch) const { return agent < epochs.size() && epochs[agent] >= epoch; }
+    void know(u32 agent, u32 epoch);
+    void join(const Clock& other);
+};
+
+// Known to whom: to this thread's accesses in the generic proxy, or to the async proxy when it works for this thread.
+enum View : u32 { kGenericView, kAsyncSharedView, kAsyncGlobalView, kNumViews };
+struct Clocks {
+    Clock views[kNumViews];
+    void join(const Clocks& other);
+    void clear();
+};
+
+extern const char kBulkCopy[];  // name of the agents of tensor and bulk copies
+struct AsyncAgent {
+    u32 index = ~0u, epoch = 0;
 };
 
 struct AsyncCopy {
@@ -66,6 +88,11 @@ struct Fiber {
     u32 wgmma_position = 0;  // in its warp's stream
     bool wgmma_fenced = false;
 
+    AsyncAgent copy_agent;                 // of its cp.async
+    std::vector<AsyncAgent> bulk_agents;   // of its tensor and bulk copies, in turn
+    u32 num_bulk_copies = 0;
+    u32 calls[kMaxCalls], num_calls = 0;  // in the checked build: where kernel text calls kernel text
+
     u32 warp() const { return thread / kWarpLanes; }
     u32 lane() const { return thread % kWarpLanes; }
 };
@@ -76,6 +103,9 @@ struct Mbarrier {
     i64 tx_bytes = 0;
     u32 phase = 0;
     std::vector<Fiber*> waiters;
+    u32 initialised_by = 0;  // thread
+    bool is_fenced = false;  // fence.mbarrier_init
+    Clocks arrived, completed;  // of this phase and the one before
 };
 
 struct Block;
@@ -152,6 +182,7 @@ struct Counters {
 struct Machine {
     u32 num_blocks = 0, num_threads = 0, shared_bytes = 0;
     u64 seed = 0;
+    bool checked = false;  // kernel text reports its accesses (races.cpp)
     bool expire = false;   // on a stall let the clock run out, so that waits with a budget give up
     bool expired = false;
     u64 stalled_at = 0;
@@ -198,8 +229,23 @@ void land_copies(Fiber& fiber, u64 end);
 void wake_pollers(bool all, const void* address);
 bool any_pollers();
 
+// races.cpp; all but new_agent do nothing unless the build is checked
+enum class Access : u8 { kRead, kWrite, kAtomicLoad, kAtomicStore };
+void start_checking();
+void release(const Fiber& fiber, Clocks& to);
+void acquire(const Fiber& fiber, const Clocks& from);
+void meet_clocks(const std::vector<Fiber*>& fibers);  // a barrier: each knows what all know
+void fence_proxy(View view);
+AsyncAgent new_agent(const char* kind);  // that works for the running thread
+void release_async(const AsyncAgent& agent, bool is_generic, Clocks& to);
+void acquire_async(const Fiber& fiber, const AsyncAgent& agent);
+void check_access(const void* pointer, u32 num_bytes, Access access, const void* at);
+bool check_async_access(const AsyncAgent& agent, const void* pointer, u32 num_bytes, Access access, View view,
+                        const void* at);  // false: it reads garbage
+void print_garbage();
+void check_word(const u32* word, bool loads, bool stores, Order order, Scope scope, const void* at);
+
 // mbarrier.cpp
-void complete_bytes(u32 block, u32 barrier_address, u32 num_bytes);
 std::string describe_mbarrier(u32 block, const void* barrier, u32 parity);
 
 // warp.cpp

@@ -11,7 +11,7 @@
 
 // Behind the kernel text: see jitmoe/emulate/compile.py.
 extern "C" void emu_kernel(const void* params);
-extern "C" const emu::u32 emu_params_bytes;
+extern "C" const emu::u32 emu_params_bytes, emu_checked;
 
 namespace emu {
 
@@ -111,10 +111,12 @@ static int run() {
     sigaction(SIGSEGV, &action, nullptr);
     sigaction(SIGBUS, &action, nullptr);
 
+    machine.checked = emu_checked != 0;
     machine.random.state = machine.seed ^ 0x5eed;
     machine.blocks.resize(machine.num_blocks);
     for (Block& block : machine.blocks) make_block(block);
     start(emu_kernel, params);
+    print_garbage();
     const Counters& c = machine.counters;
     std::printf("done: %llu steps, %llu switches, %llu accumulator tiles, %llu tile bytes\n", machine.step, c.switches,
                 c.wgmmas, c.tile_bytes);

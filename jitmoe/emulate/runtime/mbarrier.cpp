@@ -7,6 +7,8 @@ constexpr u32 kMaxArrivals = (1 << 20) - 1;
 constexpr i64 kMaxTxBytes = (1 << 20) - 1;
 constexpr u64 kMark = 0x6d62617272696572ull;  // what the 8 bytes in shared memory hold: other writes show
 
+#define HERE __builtin_return_address(0)
+
 static Mbarrier& find(u32 block, u32 address, const char* what) {
     auto& barriers = machine.blocks[block].mbarriers;
     const auto found = barriers.find(address);
@@ -24,11 +26,21 @@ void init_barrier(u64* barrier, u32 arrivals) {
     if (arrivals < 1 || arrivals > kMaxArrivals) fail("mbarrier.init with %u arrivals", arrivals);
     const u32 address = shared_address(barrier);
     machine.block().mbarriers.erase(address);
-    machine.block().mbarriers.emplace(address, Mbarrier{arrivals, arrivals, 0, 0, {}});
+    Mbarrier& b = machine.block().mbarriers[address];
+    b.expected = b.pending = arrivals;
+    b.initialised_by = machine.current->thread;
+    check_access(barrier, 8, Access::kWrite, HERE);
     *barrier = kMark;
 }
 
-void fence_barrier_init() { maybe_switch(); }
+// "fence.mbarrier_init orders the prior mbarrier.init operations of the executing thread": before it the async proxy does
+// not know them.
+void fence_barrier_init() {
+    maybe_switch();
+    for (auto& entry : machine.block().mbarriers) {
+        if (entry.second.initialised_by == machine.current->thread) entry.second.is_fenced = true;
+    }
+}
 
 // "The current phase completes when pending arrivals and tx-count are both zero; the barrier then enters the next phase
 // with the expected arrivals pending."
@@ -36,6 +48,8 @@ static void complete_if_due(Mbarrier& barrier) {
     if (barrier.pending != 0 || barrier.tx_bytes != 0) return;
     barrier.phase += 1;
     barrier.pending = barrier.expected;
+    barrier.completed = std::move(barrier.arrived);
+    barrier.arrived = Clocks{};
     machine.progress += 1;
     const std::vector<Fiber*> waiters = std::move(barrier.waiters);
     barrier.waiters.clear();
@@ -43,8 +57,7 @@ static void complete_if_due(Mbarrier& barrier) {
 }
 
 // "expect_tx increases the tx-count by its operand, before the arrive."
-static void arrive_at(u32 block, u32 address, u32 expect_bytes) {
-    Mbarrier& b = find(block, address, "mbarrier.arrive");
+static void arrive_at(Mbarrier& b, u32 address, u32 expect_bytes) {
     b.tx_bytes += expect_bytes;
     if (b.tx_bytes > kMaxTxBytes) fail("%s expects more than %lld bytes", shared_name(address).c_str(), kMaxTxBytes);
     if (b.pending == 0) fail("more than %u arrivals in a phase of %s", b.expected, shared_name(address).c_str());
@@ -53,9 +66,14 @@ static void arrive_at(u32 block, u32 address, u32 expect_bytes) {
     complete_if_due(b);
 }
 
+// "mbarrier.arrive has release semantics, and a try_wait that returns true has acquire semantics", at cta scope.
 void arrive(u64* barrier, u32 expect_bytes) {
     maybe_switch();
-    arrive_at(machine.current->block, shared_address(barrier), expect_bytes);
+    const u32 address = shared_address(barrier);
+    Mbarrier& b = find(machine.current->block, address, "mbarrier.arrive");
+    check_access(barrier, 8, Access::kAtomicStore, HERE);
+    release(*machine.current, b.arrived);
+    arrive_at(b, address, expect_bytes);
 }
 
 static void check_alive(u32 block, const char* what) {
@@ -70,15 +88,33 @@ void arrive_after_copies(u64* barrier) {
     const u32 address = shared_address(barrier);
     const u64 end = self->first_copy + self->copies.size();
     find(self->block, address, "cp.async.mbarrier.arrive");
+    check_access(barrier, 8, Access::kAtomicStore, HERE);
+    const AsyncAgent agent = self->copy_agent;
+    if (agent.epoch != 0) self->copy_agent.epoch += 1;
     later(machine.max_delay, [=] {
         check_alive(self->block, "cp.async");
         land_copies(*self, end);
-        arrive_at(self->block, address, 0);
+        Mbarrier& b = find(self->block, address, "cp.async.mbarrier.arrive");
+        if (agent.epoch != 0) release_async(agent, true, b.arrived);
+        arrive_at(b, address, 0);
     });
 }
 
-void complete_bytes(u32 block, u32 address, u32 num_bytes) {
+// The agent of a tensor or bulk copy. Copies of one thread complete in any order, so each has an agent of its own; they
+// take turns, many more than can be under way.
+static AsyncAgent begin_bulk_copy() {
+    constexpr u32 kNumAgents = 64;
+    Fiber* self = machine.current;
+    const u32 turn = self->num_bulk_copies++ % kNumAgents;
+    if (turn == self->bulk_agents.size()) self->bulk_agents.push_back(new_agent(kBulkCopy));
+    AsyncAgent& agent = self->bulk_agents[turn];
+    agent.epoch += 1;
+    return agent;
+}
+
+static void complete_bytes(u32 block, u32 address, u32 num_bytes, const AsyncAgent& agent) {
     Mbarrier& b = find(block, address, "complete_tx");
+    release_async(agent, false, b.arrived);
     b.tx_bytes -= num_bytes;
     if (b.tx_bytes < -kMaxTxBytes) fail("%s was sent bytes that nobody expects", shared_name(address).c_str());
     machine.progress += 1;
@@ -92,11 +128,15 @@ bool try_wait(u64* barrier, u32 parity) {
     maybe_switch();
     Mbarrier& b = find(machine.current->block, shared_address(barrier), "mbarrier.try_wait");
     if (parity > 1) fail("mbarrier.try_wait for parity %u", parity);
-    if ((b.phase & 1) != parity) return true;
-    if (machine.expired || machine.random.one_in(8)) return false;
-    b.waiters.push_back(machine.current);
-    block_on({Waiting::kMbarrier, barrier, parity, 0, ""});
-    return (b.phase & 1) != parity;
+    check_access(barrier, 8, Access::kAtomicLoad, HERE);
+    if ((b.phase & 1) == parity) {
+        if (machine.expired || machine.random.one_in(8)) return false;
+        b.waiters.push_back(machine.current);
+        block_on({Waiting::kMbarrier, barrier, parity, 0, ""});
+        if ((b.phase & 1) == parity) return false;
+    }
+    acquire(*machine.current, b.completed);
+    return true;
 }
 
 std::string describe_mbarrier(u32 block, const void* barrier, u32 parity) {
@@ -124,7 +164,25 @@ struct TileCopy {
     EmulatedMap map;
     int coords[5];
     u32 block, tile, barrier;
+    AsyncAgent agent;
+    std::vector<bool> garbage;  // by chunk of 16 bytes, if any
 };
+
+// 16 bytes of a row of the box, of which the first `num` are inside.
+static const u8* find_chunk(const TileCopy& copy, u32 row, u32 column, u32& num) {
+    const EmulatedMap& map = copy.map;
+    const u8* source = map.data;
+    bool inside = true;
+    for (u32 d = 1, rest = row; d < map.rank; rest /= map.box[d], ++d) {
+        const i64 at = i64(copy.coords[d]) + rest % map.box[d];
+        inside = inside && at >= 0 && u64(at) < map.dims[d];
+        source += at * i64(map.strides[d - 1]);
+    }
+    const i64 at = i64(copy.coords[0]) + column;
+    const i64 left = inside && at >= 0 ? i64(map.dims[0]) - at : 0;
+    num = left < 0 ? 0 : left < 16 ? u32(left) : 16;
+    return source + at;
+}
 
 // Rows `begin` .. `end` of the box. "128-byte swizzle: bits 4..6 of the shared address are XORed with bits 7..9."
 // "Elements out of bounds are zero, and count."
@@ -133,24 +191,21 @@ static void copy_rows(const TileCopy& copy, u32 begin, u32 end) {
     u8* shared = machine.blocks[copy.block].shared;
     check_alive(copy.block, "a tensor copy");
     for (u32 row = begin; row < end; ++row) {
-        const u8* source = map.data;
-        bool inside = true;
-        for (u32 d = 1, rest = row; d < map.rank; rest /= map.box[d], ++d) {
-            const i64 at = i64(copy.coords[d]) + rest % map.box[d];
-            inside = inside && at >= 0 && u64(at) < map.dims[d];
-            source += at * i64(map.strides[d - 1]);
-        }
         for (u32 column = 0; column < map.box[0]; column += 16) {
-            const i64 at = i64(copy.coords[0]) + column;
-            const i64 left = inside && at >= 0 ? i64(map.dims[0]) - at : 0;
-            const u32 num = left < 0 ? 0 : left < 16 ? u32(left) : 16;
+            u32 num;
+            const u8* source = find_chunk(copy, row, column, num);
             const u32 linear = copy.tile + row * map.box[0] + column;
             u8* chunk = shared + ((linear ^ ((linear >> 7 & 7) << 4)) - kSharedBase);
-            std::memcpy(chunk, source + at, num);
+            std::memcpy(chunk, source, num);
             std::memset(chunk + num, 0, 16 - num);
+            if (copy.garbage[row * 8 + column / 16]) std::memset(chunk, 0xff, 16);
         }
     }
-    complete_bytes(copy.block, copy.barrier, (end - begin) * map.box[0]);
+    complete_bytes(copy.block, copy.barrier, (end - begin) * map.box[0], copy.agent);
+}
+
+static void check_fenced(const Mbarrier& barrier, u32 address) {
+    if (!barrier.is_fenced) fail("a copy completes on %s: no fence.mbarrier_init since its init", shared_name(address).c_str());
 }
 
 // cp.async.bulk: "sizes and addresses are multiples of 16".
@@ -160,13 +215,22 @@ void load_bulk(void* shared, const void* global, u32 num_bytes, u64* full) {
     check_shared(shared, num_bytes, 16, "bulk copy");
     check_global(global, num_bytes, 16, false, "bulk copy");
     const u32 block = machine.current->block, barrier = shared_address(full);
-    find(block, barrier, "bulk copy");
+    check_fenced(find(block, barrier, "bulk copy"), barrier);
     machine.counters.tile_bytes += num_bytes;
+    const AsyncAgent agent = begin_bulk_copy();
+    check_async_access(agent, shared, num_bytes, Access::kWrite, kAsyncSharedView, HERE);
+    std::vector<bool> garbage;
+    for (u32 at = 0; at < num_bytes; at += 16) {
+        const u8* chunk = static_cast<const u8*>(global) + at;
+        garbage.push_back(!check_async_access(agent, chunk, 16, Access::kRead, kAsyncGlobalView, HERE));
+    }
     std::memset(shared, 0xff, num_bytes);
     later(machine.max_delay, [=] {
         check_alive(block, "a bulk copy");
-        std::memcpy(shared, global, num_bytes);
-        complete_bytes(block, barrier, num_bytes);
+        for (u32 at = 0; at < num_bytes; at += 16) {
+            if (!garbage[at / 16]) std::memcpy(static_cast<u8*>(shared) + at, static_cast<const u8*>(global) + at, 16);
+        }
+        complete_bytes(block, barrier, num_bytes, agent);
     });
 }
 
@@ -186,8 +250,16 @@ void load_tile(void* tile, const void* map, u64* full, u32 rank, const int* coor
     copy.block = machine.current->block;
     copy.tile = shared_address(tile);
     copy.barrier = shared_address(full);
-    find(copy.block, copy.barrier, "tensor copy");
+    check_fenced(find(copy.block, copy.barrier, "tensor copy"), copy.barrier);
     machine.counters.tile_bytes += rows * 128;
+    copy.agent = begin_bulk_copy();
+    check_async_access(copy.agent, tile, rows * 128, Access::kWrite, kAsyncSharedView, HERE);
+    copy.garbage.resize(rows * 8);
+    for (u32 chunk = 0; machine.checked && chunk < rows * 8; ++chunk) {
+        u32 num;
+        const u8* source = find_chunk(copy, chunk / 8, chunk % 8 * 16, num);
+        copy.garbage[chunk] = !check_async_access(copy.agent, source, num, Access::kRead, kAsyncGlobalView, HERE);
+    }
     std::memset(tile, 0xff, rows * 128);  // poison until the bytes land
 
     // It lands in one or several parts, in any order.

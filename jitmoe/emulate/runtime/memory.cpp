@@ -106,7 +106,9 @@ void wake_pollers(bool all, const void* address) {
     for (Fiber* fiber : sleeping) wake(fiber);
 }
 
-static void check_word(const u32* address, bool write) {
+#define HERE __builtin_return_address(0)
+
+static void check_bounds(const u32* address, bool write) {
     if (is_shared(address, machine.current->block)) {
         check_shared(address, 4, 4, write ? "atomic" : "load");
     } else {
@@ -114,9 +116,9 @@ static void check_word(const u32* address, bool write) {
     }
 }
 
-u32 load(const u32* address, Order, Scope) {
+u32 load(const u32* address, Order order, Scope scope) {
     Fiber* self = machine.current;
-    check_word(address, false);
+    check_bounds(address, false);
     const bool again = self->polled == address;
     maybe_switch();
     if (again && *address == self->polled_value && !machine.expired) {
@@ -124,36 +126,47 @@ u32 load(const u32* address, Order, Scope) {
         block_on({Waiting::kFlag, address, self->polled_value, 0, ""});
     }
     self->polled = address;
+    check_word(address, true, false, order, scope, HERE);
     return self->polled_value = *address;
 }
 
-void store(u32* address, u32 value, Order, Scope) {
+void store(u32* address, u32 value, Order order, Scope scope) {
     maybe_switch();
-    check_word(address, true);
+    check_bounds(address, true);
+    check_word(address, false, true, order, scope, HERE);
     *address = value;
     wake_pollers(false, address);
 }
 
-u32 fetch_add(u32* address, u32 value, Order, Scope) {
+u32 fetch_add(u32* address, u32 value, Order order, Scope scope) {
     maybe_switch();
-    check_word(address, true);
+    check_bounds(address, true);
+    check_word(address, true, true, order, scope, HERE);
     const u32 old = *address;
     *address = old + value;
     wake_pollers(false, address);
     return old;
 }
 
-u32 compare_and_swap(u32* address, u32 expected, u32 desired, Order, Scope) {
+u32 compare_and_swap(u32* address, u32 expected, u32 desired, Order order, Scope scope) {
     maybe_switch();
-    check_word(address, true);
+    check_bounds(address, true);
+    check_word(address, true, true, order, scope, HERE);
     const u32 old = *address;
     if (old == expected) *address = desired;
     wake_pollers(false, address);
     return old;
 }
 
-void fence_async_shared() { maybe_switch(); }
-void fence_async_global() { maybe_switch(); }
+void fence_async_shared() {
+    maybe_switch();
+    fence_proxy(kAsyncSharedView);
+}
+
+void fence_async_global() {
+    maybe_switch();
+    fence_proxy(kAsyncGlobalView);
+}
 
 // cp.async: "the copy is asynchronous and its writes are seen by whoever waits for its completion". Each copy lands at
 // once or, as late as may be, when its completion is announced; until then its bytes are poison.
@@ -175,6 +188,10 @@ void copy_async(void* shared, const void* global, u32 num_bytes) {
     maybe_switch();
     check_shared(shared, num_bytes, num_bytes, "cp.async");
     check_global(global, num_bytes, num_bytes, false, "cp.async");
+    AsyncAgent& agent = machine.current->copy_agent;
+    if (agent.epoch == 0) agent = new_agent("cp.async");
+    check_async_access(agent, global, num_bytes, Access::kRead, kGenericView, HERE);
+    check_async_access(agent, shared, num_bytes, Access::kWrite, kGenericView, HERE);
     AsyncCopy copy{shared, global, num_bytes, false};
     std::memset(shared, 0xff, num_bytes);
     if (machine.random.below(100) >= machine.late_percent) land(copy);

@@ -281,6 +281,7 @@ void start(void (*the_kernel)(const void*), const void* params) {
         ready.push_back(&fiber);
     }
     here.num_blocks = machine.num_blocks;
+    start_checking();
     switch_to(&main_stack_pointer, pick());
     machine.current = nullptr;
     check_registers();

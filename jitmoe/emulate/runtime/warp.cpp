@@ -52,9 +52,16 @@ void meet(const char* name, u32 mask, u32 argument, u32 line, const Lane& lane, 
     }
 }
 
-static void do_nothing(Block&, Warp&, Fiber*) {}
+// "bar.warp.sync guarantees memory ordering among participating threads." Shuffles and votes do not.
+static void finish_sync_warp(Block&, Warp& warp, Fiber* lanes) {
+    std::vector<Fiber*> there;
+    for (u32 lane = 0; lane < kWarpLanes; ++lane) {
+        if (warp.collective.arrived >> lane & 1) there.push_back(&lanes[lane]);
+    }
+    meet_clocks(there);
+}
 
-void sync_warp(u32 mask) { meet("__syncwarp", mask, 0, 0, {}, do_nothing); }
+void sync_warp(u32 mask) { meet("__syncwarp", mask, 0, 0, {}, finish_sync_warp); }
 
 static void finish_shuffle(Block&, Warp& warp, Fiber* lanes) {
     const Collective& c = warp.collective;
@@ -133,6 +140,7 @@ static void finish_store_matrices(Block&, Warp& warp, Fiber*) {
 
 void store_matrices(void* row, const u32* matrices, u32 count, bool transposed) {
     const Lane lane{0, 0, row, matrices};
+    if (machine.current->lane() < 8 * count) check_access(row, 16, Access::kWrite, __builtin_return_address(0));
     if (transposed) {
         meet("stmatrix.trans", kAllLanes, count, 0, lane, finish_store_matrices<true>);
     } else {
@@ -159,6 +167,7 @@ static bool complete_if_all_there(u32 block_idx, u32 id) {
     const std::vector<Fiber*> waiters = std::move(barrier.waiters);
     barrier.waiters.clear();
     machine.progress += 1;
+    meet_clocks(waiters);
     for (Fiber* fiber : waiters) wake(fiber);
     return true;
 }

@@ -13,6 +13,7 @@ struct Accumulators {
 
 struct Operation {
     bool is_commit = false;
+    AsyncAgent agent;  // of a commit: as it was for the group
     u32 n = 0;
     bool accumulate = false;
     u64 a = 0, b = 0;
@@ -28,6 +29,7 @@ struct WgmmaStream {
     std::deque<Operation> operations;
     u32 first = 0;     // position of operations.front()
     u32 executed = 0;  // position before which all are done
+    AsyncAgent agent;  // reads the operands; an epoch is a group
 };
 
 bool wgmma_in_flight(const Warp& warp) { return warp.wgmma && !warp.wgmma->operations.empty(); }
@@ -38,6 +40,7 @@ static WgmmaStream& stream() {
         warp.wgmma = std::make_shared<WgmmaStream>();
         warp.wgmma->block = machine.current->block;
         warp.wgmma->warp = machine.current->warp();
+        warp.wgmma->agent = new_agent("wgmma");
     }
     return *warp.wgmma;
 }
@@ -135,6 +138,23 @@ static void log_call(const Operation& o) {
     for (; log.first < least; ++log.first) log.calls.pop_front();
 }
 
+// The warp reads its 16 rows of A and all of B.
+static void check_operands(const Operation& o, const void* at) {
+    if (!machine.checked) return;
+    const Fiber* self = machine.current;
+    const AsyncAgent& agent = stream().agent;
+    for (u32 half = 0; half < 2; ++half) {
+        for (u32 r = 0; r < kRows; ++r) {
+            const u8* chunk = operand_chunk(machine.block(), o.a, self->warp() % 4 * kRows + r, half);
+            check_async_access(agent, chunk, 16, Access::kRead, kAsyncSharedView, at);
+        }
+        for (u32 column = 0; column < o.n; ++column) {
+            const u8* chunk = operand_chunk(machine.block(), o.b, column, half);
+            check_async_access(agent, chunk, 16, Access::kRead, kAsyncSharedView, at);
+        }
+    }
+}
+
 void wgmma_fence() {
     maybe_switch();
     machine.current->wgmma_fenced = true;
@@ -151,7 +171,10 @@ void wgmma(float* d, u32 n, bool accumulate, u64 a, u64 b) {
     wanted.a = a;
     wanted.b = b;
     Operation& o = issue(wanted);
-    if (o.num_lanes == 1) log_call(o);
+    if (o.num_lanes == 1) {
+        log_call(o);
+        check_operands(o, __builtin_return_address(0));
+    }
     // "Accesses to the accumulators are undefined until the wait; further multiplies of the same shape on them need no
     // fence." The values move out of the registers, which are poison meanwhile.
     Operation* chained = nullptr;
@@ -179,7 +202,12 @@ void wgmma_commit() {
     maybe_switch();
     Operation wanted;
     wanted.is_commit = true;
-    if (issue(wanted).num_lanes != kWarpLanes) return;
+    Operation& commit = issue(wanted);
+    if (commit.num_lanes == 1) {
+        commit.agent = stream().agent;
+        stream().agent.epoch += 1;
+    }
+    if (commit.num_lanes != kWarpLanes) return;
     const u32 end = machine.current->wgmma_position;
     stream();
     const auto shared = machine.warp().wgmma;
@@ -200,6 +228,7 @@ static void finish_wait(Block&, Warp& warp, Fiber* lanes) {
     execute(s, s.first + s.operations.size() - keep);
     for (; s.operations.size() > keep; s.operations.pop_front(), ++s.first) {
         const Operation& o = s.operations.front();
+        for (u32 lane = 0; o.is_commit && lane < kWarpLanes; ++lane) acquire_async(lanes[lane], o.agent);
         bool last = !o.is_commit;
         for (u32 idx = 1; idx < s.operations.size(); ++idx) last = last && s.operations[idx].accumulators != o.accumulators;
         if (!last) continue;
