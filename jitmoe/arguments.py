@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from jitmoe.plan.problem import QUANT_GROUP
@@ -35,17 +36,22 @@ def split_x(x) -> tuple:
     return x
 
 
-def read_call(x, x_scale, topk_ids, topk_weights, weights: ExpertWeights, out) -> Call:
-    """Read the arguments. A combination of layouts is checked once, addresses always."""
+def read_call(
+    x, x_scale, topk_ids, topk_weights, weights: ExpertWeights, out, read: Callable = view
+) -> Call:
+    """Read the arguments, each by `read`: `view`, or `host_view` for NumPy arrays.
+
+    A combination of layouts is checked once, addresses always.
+    """
     if not isinstance(weights, ExpertWeights):
         raise TypeError(
             f"weights must be jitmoe.ExpertWeights, got {type(weights).__name__}; "
             "wrap the tensors in it"
         )
-    x = view(x, "x")
-    scale = None if x_scale is None else view(x_scale, "x_scale")
-    ids, router = view(topk_ids, "topk_ids"), view(topk_weights, "topk_weights")
-    y = None if out is None else view(out, "out")
+    x = read(x, "x")
+    scale = None if x_scale is None else read(x_scale, "x_scale")
+    ids, router = read(topk_ids, "topk_ids"), read(topk_weights, "topk_weights")
+    y = None if out is None else read(out, "out")
     layouts = (
         x.layout,
         None if scale is None else scale.layout,
@@ -55,6 +61,7 @@ def read_call(x, x_scale, topk_ids, topk_weights, weights: ExpertWeights, out) -
     )
     sizes = weights.calls.get(layouts)
     if sizes is None or (x.ptr if y is None else x.ptr | y.ptr) % 16:
+        read(weights.tensors[0], "w13")  # refuses host weights on a GPU, and the reverse
         sizes = weights.calls[layouts] = _check(x, scale, ids, router, y, weights)
     if y is not None:
         x_end, y_end = x.ptr + x.layout.num_bytes, y.ptr + y.layout.num_bytes

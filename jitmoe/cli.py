@@ -11,34 +11,37 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from typer.core import TyperGroup
 
 from jitmoe.cli_cache import app as cache_app
+from jitmoe.cli_emulate import emulate
+from jitmoe.cli_layer import (
+    Config,
+    Ep,
+    Experts,
+    Hidden,
+    Intermediate,
+    Json,
+    Model,
+    TopK,
+    layer_shape,
+    title,
+)
 
-Model = Annotated[str | None, typer.Option(help="A preset, such as deepseek-v3.")]
-Config = Annotated[
-    Path | None, typer.Option(help="A Hugging Face config.json, or the folder that holds one.")
-]
-Hidden = Annotated[int | None, typer.Option(help="Channels of a token.")]
-Intermediate = Annotated[int | None, typer.Option(help="Channels of an expert between its GEMMs.")]
-Experts = Annotated[int | None, typer.Option(help="Experts of a layer, over all ranks.")]
-TopK = Annotated[int | None, typer.Option(help="Experts a token is routed to.")]
-Ep = Annotated[int, typer.Option(help="Ranks that share the experts.")]
 TokenCount = Annotated[int, typer.Option(help="Tokens of a call.")]
 Gpu = Annotated[
     str | None,
     typer.Option(help="h200, h100-sxm, h100-pcie or h20; default: the GPU found here, else h200."),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @contextmanager
 def _sentences() -> Iterator[None]:
     """Turn errors into a sentence on stderr: exit 2 for the user's mistakes, 1 for failures."""
+    from jitmoe.emulate.compile import HostCompileError, NoHostCompiler
     from jitmoe.jit.nvrtc import CompileError
     from jitmoe.jit.store import CacheError
     from jitmoe.run.driver import DriverError
@@ -52,7 +55,16 @@ def _sentences() -> Iterator[None]:
     except BrokenPipeError:  # `jitmoe show ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(1) from None
-    except (CompileError, CacheError, DriverError, DeviceTimeout, OSError, MemoryError) as error:
+    except (
+        CompileError,
+        CacheError,
+        DriverError,
+        DeviceTimeout,
+        NoHostCompiler,
+        HostCompileError,
+        OSError,
+        MemoryError,
+    ) as error:
         typer.echo(f"jitmoe: {error}", err=True)
         raise typer.Exit(1) from None
 
@@ -83,31 +95,6 @@ def _console():
     return Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 
 
-def _shape(model, config, hidden, intermediate, experts, top_k):
-    """The ModelShape that the options name, from exactly one of the three sources."""
-    from jitmoe.plan import models
-
-    sizes = {
-        "--hidden": hidden,
-        "--intermediate": intermediate,
-        "--experts": experts,
-        "--top-k": top_k,
-    }
-    given = [name for name, size in sizes.items() if size is not None]
-    if (model is not None) + (config is not None) + bool(given) != 1:
-        raise ValueError(
-            "name the layer in one way: --model, or --config, or --hidden, --intermediate, "
-            "--experts and --top-k"
-        )
-    if model is not None:
-        return models.model_shape(model)
-    if config is not None:
-        return models.from_config(config)
-    if missing := [name for name in sizes if name not in given]:
-        raise ValueError(f"a layer by its sizes needs {', '.join(missing)} too")
-    return models.ModelShape("layer", hidden, intermediate, experts, top_k, "command line")
-
-
 def _spec(name: str | None):
     """The GPU called `name`, else the one found here if kernels exist for it, else the H200."""
     from jitmoe.plan.gpu import gpu_spec
@@ -119,10 +106,6 @@ def _spec(name: str | None):
         except (ValueError, DriverError):
             pass
     return gpu_spec(name or "h200")
-
-
-def _title(shape, ep: int) -> str:
-    return f"{shape.name}, one rank of {ep}" if ep > 1 else shape.name
 
 
 @app.callback(invoke_without_command=True)
@@ -155,12 +138,12 @@ def plan(
     """Print the plan of a layer: bucket, roles, shared memory, grid, floor. Needs no GPU."""
     from jitmoe.report import plan_report, print_plan
 
-    shape = _shape(model, config, hidden, intermediate, experts, top_k)
+    shape = layer_shape(model, config, hidden, intermediate, experts, top_k)
     report = plan_report(shape.problem(tokens, ep), _spec(gpu))
     if as_json:
-        typer.echo(json.dumps({"layer": _title(shape, ep), **report}, indent=2))
+        typer.echo(json.dumps({"layer": title(shape, ep), **report}, indent=2))
     else:
-        print_plan(_console(), _title(shape, ep), report)
+        print_plan(_console(), title(shape, ep), report)
 
 
 @app.command()
@@ -180,7 +163,7 @@ def show(
     from jitmoe.jit.render import render
     from jitmoe.plan.heuristics import choose
 
-    shape = _shape(model, config, hidden, intermediate, experts, top_k)
+    shape = layer_shape(model, config, hidden, intermediate, experts, top_k)
     text = render(choose(shape.problem(tokens, ep), _spec(gpu)))
     if plain or not sys.stdout.isatty():
         typer.echo(text, nl=False)
@@ -205,7 +188,7 @@ def warmup(
     """Build every kernel a model needs into the disk cache. Needs no GPU."""
     from jitmoe.prebuild import model_plans, prebuild
 
-    shape = _shape(model, config, hidden, intermediate, experts, top_k)
+    shape = layer_shape(model, config, hidden, intermediate, experts, top_k)
     plans = model_plans(shape, ep, arch)
     if not prebuild(plans, jobs, _console()):
         raise typer.Exit(1)
@@ -239,3 +222,6 @@ def demo(
     default_ep = 8 if model is None else 1
     if not run_demo(_console(), shape, ep or default_ep, tokens or None, jobs):
         raise typer.Exit(1)
+
+
+app.command()(emulate)

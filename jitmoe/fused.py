@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from jitmoe.arguments import read_call, split_x
 from jitmoe.plan import heuristics
+from jitmoe.plan.gpu import gpu_spec
 from jitmoe.plan.mega_moe import MegaMoePlan
 from jitmoe.prepare import prepare
 from jitmoe.run import arrays
-from jitmoe.run.arrays import view
+from jitmoe.run.arrays import HOST, host_view, view
 from jitmoe.run.driver import device_spec
 from jitmoe.run.launch import Kernel
 from jitmoe.run.workspace import Workspace, implicit_workspace
@@ -24,6 +25,7 @@ def mega_moe(
     stream=None,
     workspace: Workspace | None = None,
     plan: MegaMoePlan | None = None,
+    backend: str = "cuda",
 ):
     """The mixture-of-experts feed-forward layer in one kernel launch.
 
@@ -42,14 +44,21 @@ def mega_moe(
                   library)
     workspace     a Workspace (default: one for each device and stream)
     plan          a MegaMoePlan for these sizes (default: the heuristic's)
+    backend       "cuda", or "emulated": the kernel an H200 would run, thread by thread on this CPU,
+                  for NumPy arrays and ExpertWeights of such. Takes seconds for small layers, needs
+                  a C++ compiler and no GPU; stream and workspace must be None, and y is uint16
+                  where x is unsigned, else ml_dtypes.bfloat16
 
     Returns `out`. uint8 and uint16 arrays stand for e4m3 and bf16 of the same bits. The same inputs
     give the same bits. May be captured into a CUDA graph after one call, or `warmup`, outside.
 
-    Raises TypeError for a host array; ValueError for shapes, dtypes, strides or devices that do not
-    fit; CaptureError if a kernel must be built or memory allocated during capture; DeviceTimeout if
-    an earlier launch hung; MemoryError, CompileError, DriverError.
+    Raises TypeError for a host array (emulated: for any other); ValueError for shapes, dtypes,
+    strides or devices that do not fit; CaptureError if a kernel must be built or memory allocated
+    during capture; DeviceTimeout if an earlier launch hung; MemoryError, CompileError, DriverError.
+    Emulated, NoHostCompiler, HostCompileError and EmulationError of `jitmoe.emulate`.
     """
+    if backend != "cuda":
+        return _emulated(backend, x, topk_ids, topk_weights, weights, out, stream, workspace, plan)
     x_rows, x_scale = split_x(x)
     call = read_call(x_rows, x_scale, topk_ids, topk_weights, weights, out)
     y = call.out
@@ -105,9 +114,30 @@ def mega_moe(
     return out
 
 
+def _emulated(backend, x, topk_ids, topk_weights, weights, out, stream, workspace, plan):
+    """mega_moe() for another backend than "cuda": the same checks, the plan of an H200."""
+    if backend != "emulated":
+        raise ValueError(f'backend must be "cuda" or "emulated", got {backend!r}')
+    for name, value in (("stream", stream), ("workspace", workspace)):
+        if value is not None:
+            raise ValueError(
+                f'{name} must be None for backend="emulated", which uses no GPU, '
+                f"got {type(value).__name__}; leave it out"
+            )
+    x_rows, x_scale = split_x(x)
+    call = read_call(x_rows, x_scale, topk_ids, topk_weights, weights, out, host_view)
+    if call.num_tokens and plan is None:
+        plan = _plan(weights, call.num_tokens, call.top_k)
+    elif call.num_tokens:
+        _check_plan(plan, weights, call.top_k)
+    from jitmoe.fused_emulated import run
+
+    return run(plan, x_rows, x_scale, topk_ids, topk_weights, weights, out)
+
+
 def workspace_bytes(weights: ExpertWeights, num_tokens: int, top_k: int) -> int:
     """Device memory in bytes that a Workspace needs for calls of up to `num_tokens` tokens with
-    these weights.
+    these weights; on an H200, if they are NumPy arrays.
     """
     weights.problem(num_tokens, top_k)  # refuses sizes there is no kernel for
     return _plan(weights, num_tokens, top_k).workspace_bytes(num_tokens)
@@ -126,8 +156,9 @@ def warmup(
 
     After it such calls allocate and compile nothing, so they may be captured into a CUDA graph at
     once. `workspace` and `stream` must be those of the calls (default: CuPy's current stream and
-    its implicit workspace). Returns the kernels.
+    its implicit workspace). Returns the kernels. Raises TypeError for weights in NumPy arrays.
     """
+    view(weights.tensors[0], "w13")  # refuses NumPy's
     weights.problem(num_tokens, top_k)
     address = (
         arrays.current_stream("cupy", weights.device)
@@ -149,12 +180,13 @@ def _decode_limit(weights: ExpertWeights, top_k: int) -> int:
 
 
 def _plan(weights: ExpertWeights, num_tokens: int, top_k: int) -> MegaMoePlan:
-    """The heuristic's plan: one for each bucket."""
+    """The heuristic's plan: one for each bucket. Weights on the host get that of an H200."""
     key = ("plan", num_tokens <= _decode_limit(weights, top_k), top_k)
     plan = weights.memo.get(key)
     if plan is None:
         problem = weights.problem(num_tokens, top_k)
-        plan = weights.memo[key] = heuristics.choose(problem, device_spec(weights.device))
+        gpu = gpu_spec("h200") if weights.device == HOST else device_spec(weights.device)
+        plan = weights.memo[key] = heuristics.choose(problem, gpu)
     return plan
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from functools import cached_property
 
+import numpy as np
+
 from jitmoe.plan.problem import QUANT_GROUP, MoeProblem
-from jitmoe.run.arrays import check_array, check_dense, check_rows, view
+from jitmoe.run.arrays import HOST, check_array, check_dense, check_rows, host_view, view
 
 
 class Memo(dict):
@@ -32,15 +34,17 @@ class ExpertWeights:
     w2_scale   [num_experts, hidden / 128, ceil(intermediate / 128)] f32
 
     CuPy arrays, PyTorch tensors or anything that speaks `__cuda_array_interface__` or DLPack. Rows
-    must be dense and start at multiples of 16 bytes; rows and experts may be strided. Raises
-    TypeError for a host array and ValueError, one sentence, for shapes, dtypes, strides or devices
-    that do not fit.
+    must be dense and start at multiples of 16 bytes; rows and experts may be strided. Four NumPy
+    arrays are weights for `mega_moe(..., backend="emulated")`, which a GPU refuses. Raises
+    TypeError for another host array or a mixture and ValueError, one sentence, for shapes, dtypes,
+    strides or devices that do not fit.
     """
 
     def __init__(self, w13, w2, w13_scale, w2_scale):
-        self.w13, self.w2 = view(w13, "w13"), view(w2, "w2")
-        self.w13_scale, self.w2_scale = view(w13_scale, "w13_scale"), view(w2_scale, "w2_scale")
-        self._owners = (w13, w2, w13_scale, w2_scale)  # keep the memory alive
+        read = host_view if isinstance(w13, np.ndarray) else view
+        self.w13, self.w2 = read(w13, "w13"), read(w2, "w2")
+        self.w13_scale, self.w2_scale = read(w13_scale, "w13_scale"), read(w2_scale, "w2_scale")
+        self.tensors = (w13, w2, w13_scale, w2_scale)  # as given: they keep the memory alive
         if len(self.w13.shape) != 3 or self.w13.shape[1] % 2:
             raise ValueError(
                 "w13 must have shape [num_experts, 2 * intermediate, hidden], "
@@ -72,9 +76,10 @@ class ExpertWeights:
         return MoeProblem(num_tokens, self.hidden, self.intermediate, self.num_experts, top_k)
 
     def __repr__(self):
+        device = "host" if self.device == HOST else self.device
         return (
             f"ExpertWeights(num_experts={self.num_experts}, hidden={self.hidden}, "
-            f"intermediate={self.intermediate}, device={self.device})"
+            f"intermediate={self.intermediate}, device={device})"
         )
 
     @cached_property

@@ -84,12 +84,15 @@ def executable(plan: Plan, checked: bool = False) -> Path:
 
     Raises NoHostCompiler, HostCompileError.
     """
+    return build(render(plan, layer="emulated"), plan.name, checked)
+
+
+def build(text: str, name: str, checked: bool) -> Path:
+    """The executable of the kernel `name` in `text`, which was rendered for the emulated layer."""
     runtime_key = _key(*(path.read_text() for path in sorted(RUNTIME.iterdir())))
-    text = render(plan, layer="emulated")
-    source = _with_line_numbers(text) + _TAIL.format(name=plan.name, checked=int(checked))
-    key = _key(runtime_key, source)
+    source = _with_line_numbers(text) + _TAIL.format(name=name, checked=int(checked))
     directory = _directory()
-    path = directory / f"{plan.name}-{key}"
+    path = directory / f"{name}-{_key(runtime_key, source)}"
     if path.exists():
         return path
     objects = [str(_runtime_object(directory, runtime_key, name)) for name in _SOURCES]

@@ -24,7 +24,8 @@ ELEMENT_BOUND = 0.25  # four re-quantised codes on the other side of a tie in on
 TIMEOUT_S = 86_400.0  # the emulator finds stalls by itself; large layers take hours
 
 # Of one core, to an order of magnitude: random weights quantised, and multiply-adds emulated.
-_WEIGHTS_PER_S, _MACS_PER_S = 2e7, 3e8
+_WEIGHTS_PER_S, _MACS_PER_S = 1e7, 2e8
+_CHECKED_FACTOR = 20.0
 _LEAST_PAIRS = 8  # an expert's tile costs as much as this many tokens, though there be one
 
 
@@ -77,7 +78,7 @@ def open_session(
 
     routing     one of `reference.ROUTINGS`
     num_blocks  blocks of the grid
-    checked     whether data races and undefined behaviour are looked for: slower
+    checked     whether data races and undefined behaviour are looked for: some 20 times slower
 
     Raises ValueError for a routing that does not exist or fit, NoHostCompiler, HostCompileError.
     """
@@ -102,7 +103,7 @@ def run_seed(session: Session, seed: int) -> Outcome:
     try:
         y = emulated(*inputs, seed=seed, timeout_s=TIMEOUT_S)
     except EmulationError as error:
-        return Outcome(seed, None, None, None, time.perf_counter() - start, str(error))
+        return Outcome(seed, None, None, None, time.perf_counter() - start, str(error).rstrip())
     seconds = time.perf_counter() - start
     steps = int(re.search(r"(\d+) steps", emulated.report)[1])
     errors = reference.relative_error(y, session.ref), reference.worst_element(y, session.ref)
@@ -121,9 +122,9 @@ def run_seeds(session: Session, seeds: Iterable[int], jobs: int = 1) -> Iterator
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def expected_seconds(problem: MoeProblem) -> tuple[float, float]:
+def expected_seconds(problem: MoeProblem, checked: bool = False) -> tuple[float, float]:
     """About how long a session of such a call takes to open, and a launch of it to run."""
     weights = 3 * problem.num_experts * problem.hidden * problem.intermediate
     pairs = max(problem.num_pairs, _LEAST_PAIRS * problem.num_active_experts)
     macs = 3 * pairs * problem.hidden * problem.intermediate
-    return weights / _WEIGHTS_PER_S, macs / _MACS_PER_S
+    return weights / _WEIGHTS_PER_S, macs / _MACS_PER_S * (_CHECKED_FACTOR if checked else 1.0)

@@ -1,4 +1,5 @@
-"""Device arrays of any family, seen through one small record: address and layout.
+"""Arrays on a GPU of any family, and NumPy's for emulation, seen through one small record: address
+and layout.
 
 Reading an array is on the path of every call, so what follows from shape, strides, dtype and device
 is worked out once for each combination and shared.
@@ -10,6 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
+
+import numpy as np
+
+HOST = -1  # the device of a NumPy array
 
 # One name for a format, whatever the library calls it. Unsigned views of a format's width stand for
 # it.
@@ -34,7 +39,7 @@ class Layout:
     """All of an array but its address. Arrays that agree in it share one, known by identity.
 
     `strides` are in elements, `num_bytes` reaches from the first element to the end of the last,
-    `family` is "cupy", "torch" or "other".
+    `family` is "cupy", "torch", "numpy" or "other".
     """
 
     shape: tuple[int, ...]
@@ -83,6 +88,24 @@ def view(array, name: str) -> DeviceArray:
     return reader(array, name)
 
 
+def host_view(array, name: str) -> DeviceArray:
+    """See a NumPy array as a DeviceArray on HOST, for emulation. Raises TypeError, naming the
+    argument, for anything else.
+    """
+    if not isinstance(array, np.ndarray):
+        raise TypeError(
+            f'{name} must be a NumPy array for backend="emulated", got {_kind(array)}; '
+            "copy it into one"
+        )
+    key = (array.shape, array.strides, array.dtype, HOST, "numpy")
+    layout = _layouts.get(key)
+    if layout is None:
+        dtype = array.dtype.name if array.dtype.isnative else array.dtype.str
+        strides = [stride // array.itemsize for stride in array.strides]
+        layout = _layout(key, strides, dtype, array.itemsize, HOST, "numpy")
+    return DeviceArray(array.ctypes.data, layout)
+
+
 _new = tuple.__new__  # half the time of the constructor that NamedTuple writes
 _readers: dict[type, Callable] = {}
 _layouts: dict[tuple, Layout] = {}
@@ -125,7 +148,7 @@ def _read_cupy(array, name: str, family: str = "cupy") -> DeviceArray:
 
 
 def _read_other(array, name: str) -> DeviceArray:
-    kind = f"{type(array).__module__}.{type(array).__name__}"
+    kind = _kind(array)
     try:
         import cupy
     except ImportError as error:
@@ -145,9 +168,14 @@ def _read_other(array, name: str) -> DeviceArray:
 
 def _refuse_host(array, name: str) -> DeviceArray:
     raise TypeError(
-        f"{name} must be a GPU array, got {type(array).__module__}.{type(array).__name__}; "
-        "copy it with cupy.asarray or torch.as_tensor(..., device='cuda')"
+        f"{name} must be a GPU array, got {_kind(array)}; "
+        "copy it with cupy.asarray or torch.as_tensor(..., device='cuda'), "
+        'or run the layer on NumPy arrays alone with backend="emulated"'
     )
+
+
+def _kind(array) -> str:
+    return f"{type(array).__module__}.{type(array).__name__}"
 
 
 def _layout(key, strides, dtype: str, itemsize: int, device: int, family: str) -> Layout:
@@ -235,11 +263,10 @@ def _cupy_bf16():
     """CuPy's bf16 where it has one (14 and later), else uint16 of the same bits."""
     import cupy
     import ml_dtypes
-    import numpy
 
     if int(cupy.__version__.split(".")[0]) >= 14:
-        return numpy.dtype(ml_dtypes.bfloat16)
-    return numpy.dtype(numpy.uint16)
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(np.uint16)
 
 
 def current_stream(family: str, device: int) -> int:

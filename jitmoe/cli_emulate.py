@@ -1,0 +1,156 @@
+"""`jitmoe emulate`: a layer's kernel run on this CPU under seeded schedules, against the oracle."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from jitmoe.cli_layer import (
+    Config,
+    Ep,
+    Experts,
+    Hidden,
+    Intermediate,
+    Json,
+    Model,
+    TopK,
+    layer_shape,
+    title,
+)
+
+SMALL_LAYER = {"hidden": 512, "intermediate": 256, "experts": 8, "top_k": 2}
+_WARN_S = 30.0
+
+
+def emulate(
+    model: Model = None,
+    config: Config = None,
+    hidden: Hidden = None,
+    intermediate: Intermediate = None,
+    experts: Experts = None,
+    top_k: TopK = None,
+    ep: Ep = 1,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of the call.")] = 40,
+    routing: Annotated[
+        str,
+        typer.Option(help="uniform, zipf, hot_expert, one_expert, unused or duplicates."),
+    ] = "uniform",
+    blocks: Annotated[int, typer.Option(min=1, help="Blocks of the grid.")] = 4,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**63 - 1, help="The schedule; the same again replays it.")
+    ] = 0,
+    seeds: Annotated[
+        int, typer.Option(min=1, help="Schedules to run, from --seed on, until one fails.")
+    ] = 1,
+    checked: Annotated[
+        bool,
+        typer.Option("--checked", help="Find data races and undefined behaviour; 20 times slower."),
+    ] = False,
+    jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Launches at a time.")] = 1,
+    as_json: Json = False,
+) -> None:
+    """Run a layer's kernel on this CPU, thread by thread, and check it. Needs no GPU.
+
+    Without a layer's name a small one is run. Needs a C++ compiler.
+    """
+    from jitmoe.emulate import session as emulation
+    from jitmoe.plan.gpu import gpu_spec
+    from jitmoe.plan.heuristics import choose
+
+    layer = {
+        "model": model,
+        "config": config,
+        "hidden": hidden,
+        "intermediate": intermediate,
+        "experts": experts,
+        "top_k": top_k,
+    }
+    named = any(value is not None for value in layer.values())
+    shape = layer_shape(**layer) if named else layer_shape(None, None, **SMALL_LAYER)
+    problem = shape.problem(tokens, ep)
+    plan = choose(problem, gpu_spec("h200"))
+    _warn_if_slow(*emulation.expected_seconds(problem, checked))
+    session = emulation.open_session(plan, tokens, routing, blocks, checked)
+    if not as_json:
+        typer.echo(
+            f"{title(shape, ep)}: {tokens:,} tokens, hidden {shape.hidden:,}, intermediate "
+            f"{shape.intermediate:,}, {problem.num_experts} experts, top_k {shape.top_k}; "
+            f"{plan.bucket} kernel, {blocks} block{'s' * (blocks > 1)}, {routing} routing"
+            f"{', checked' * checked}"
+        )
+    start = time.perf_counter()
+    outcomes = []
+    for outcome in emulation.run_seeds(session, range(seed, seed + seeds), jobs):
+        outcomes.append(outcome)
+        if not as_json:
+            typer.echo(_line(outcome))
+    seconds = time.perf_counter() - start
+
+    last = outcomes[-1]
+    call = {"ep": ep, "tokens": tokens, "routing": routing, "blocks": blocks, "seed": last.seed}
+    replay = None if last.is_right else _command(layer | call, checked)
+    if as_json:
+        report = {
+            "layer": title(shape, ep),
+            "problem": asdict(problem),
+            "bucket": plan.bucket,
+            "routing": routing,
+            "num_blocks": blocks,
+            "checked": checked,
+            "is_right": last.is_right,
+            "seconds": seconds,
+            "replay": replay,
+            "seeds": [_row(outcome) for outcome in outcomes],
+        }
+        typer.echo(json.dumps(report, indent=2))
+    elif seeds > 1:
+        num_right = sum(outcome.is_right for outcome in outcomes)
+        typer.echo(f"{num_right} of {len(outcomes)} seeds run are right, {seconds:.1f} s")
+    if not last.is_right:
+        if not as_json:
+            typer.echo("\n".join(filter(None, (last.report, f"replay: {replay}"))))
+        raise typer.Exit(1)
+
+
+def _warn_if_slow(open_s: float, launch_s: float) -> None:
+    if open_s + launch_s > _WARN_S:
+        typer.echo(
+            f"jitmoe: a large layer for a CPU: about {_duration(open_s)} to make its weights and "
+            f"{_duration(launch_s)} a seed; fewer --tokens, a higher --ep or smaller sizes help",
+            err=True,
+        )
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:,.0f} min"
+
+
+def _line(outcome) -> str:
+    start = f"seed {outcome.seed}: {'PASS' if outcome.is_right else 'FAIL'}"
+    if outcome.steps is None:
+        return f"{start}, stopped after {outcome.seconds:.1f} s"
+    return (
+        f"{start}, relative error {outcome.relative_error:.1e}, "
+        f"worst element {outcome.worst_element:.1e}, "
+        f"{outcome.steps:,} steps, {outcome.seconds:.1f} s"
+    )
+
+
+def _row(outcome) -> dict:
+    """As JSON has it, which knows no infinity."""
+    row = asdict(outcome) | {"is_right": outcome.is_right}
+    return {name: None if value == float("inf") else value for name, value in row.items()}
+
+
+def _command(options: dict, checked: bool) -> str:
+    """The command line that runs one seed of these again."""
+    words = ["jitmoe", "emulate"]
+    for name, value in options.items():
+        if value is not None:
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    return shlex.join(words + ["--checked"] * checked)

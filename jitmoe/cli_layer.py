@@ -1,0 +1,48 @@
+"""How every command names a layer: the options, and the shape they mean."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Model = Annotated[str | None, typer.Option(help="A preset, such as deepseek-v3.")]
+Config = Annotated[
+    Path | None, typer.Option(help="A Hugging Face config.json, or the folder that holds one.")
+]
+Hidden = Annotated[int | None, typer.Option(help="Channels of a token.")]
+Intermediate = Annotated[int | None, typer.Option(help="Channels of an expert between its GEMMs.")]
+Experts = Annotated[int | None, typer.Option(help="Experts of a layer, over all ranks.")]
+TopK = Annotated[int | None, typer.Option(help="Experts a token is routed to.")]
+Ep = Annotated[int, typer.Option(help="Ranks that share the experts.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def layer_shape(model, config, hidden, intermediate, experts, top_k):
+    """The ModelShape that the options name, from exactly one of the three sources."""
+    from jitmoe.plan import models
+
+    sizes = {
+        "--hidden": hidden,
+        "--intermediate": intermediate,
+        "--experts": experts,
+        "--top-k": top_k,
+    }
+    given = [name for name, size in sizes.items() if size is not None]
+    if (model is not None) + (config is not None) + bool(given) != 1:
+        raise ValueError(
+            "name the layer in one way: --model, or --config, or --hidden, --intermediate, "
+            "--experts and --top-k"
+        )
+    if model is not None:
+        return models.model_shape(model)
+    if config is not None:
+        return models.from_config(config)
+    if missing := [name for name in sizes if name not in given]:
+        raise ValueError(f"a layer by its sizes needs {', '.join(missing)} too")
+    return models.ModelShape("layer", hidden, intermediate, experts, top_k, "command line")
+
+
+def title(shape, ep: int) -> str:
+    return f"{shape.name}, one rank of {ep}" if ep > 1 else shape.name

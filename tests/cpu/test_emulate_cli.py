@@ -1,0 +1,186 @@
+"""`jitmoe emulate`: schedules run, judged, replayed; and what it says of kernels that are wrong."""
+
+import json
+import re
+import shlex
+import shutil
+
+import pytest
+from typer.testing import CliRunner
+
+from jitmoe import reference
+from jitmoe.cli import app
+from jitmoe.emulate import compile as host
+from jitmoe.emulate import session
+from jitmoe.jit import render
+
+try:
+    host.compiler()
+except host.NoHostCompiler as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+SMALL = ["--hidden", "256", "--intermediate", "144", "--experts", "4", "--top-k", "2"]
+
+
+def invoke(*args, code=0):
+    result = CliRunner().invoke(app, ["emulate", *map(str, args)])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == code, result.output
+    return result
+
+
+def refusal(*args, code=2):
+    result = invoke(*args, code=code)
+    assert result.stdout == "" and result.stderr.startswith("jitmoe: ")
+    assert result.stderr.count("\n") == 1, "one sentence"
+    return result.stderr
+
+
+def test_a_small_layer_by_default():
+    title, line = invoke().stdout.splitlines()
+    assert "40 tokens, hidden 512, intermediate 256, 8 experts, top_k 2" in title
+    assert "decode kernel, 4 blocks, uniform routing" in title
+    pattern = r"seed 0: PASS, relative error 1\.\de-03, worst element \S+, [\d,]+ steps, [\d.]+ s"
+    assert re.fullmatch(pattern, line)
+
+
+def test_seeds_are_replayed_exactly():
+    """Alone, among others and several at a time; other seeds are other schedules."""
+    many = json.loads(invoke(*SMALL, "--seeds", 5, "-j", 2, "--json").stdout)
+    steps = {row["seed"]: row["steps"] for row in many["seeds"]}
+    assert list(steps) == [0, 1, 2, 3, 4] and len(set(steps.values())) > 1
+    assert json.loads(invoke(*SMALL, "--seed", 3, "--json").stdout)["seeds"][0]["steps"] == steps[3]
+    assert many["is_right"] and many["replay"] is None
+    text = invoke(*SMALL, "--seed", 3, "--seeds", 2).stdout
+    assert text.count("PASS") == 2 and f"{steps[3]:,} steps" in text
+    assert "2 of 2 seeds run are right" in text
+
+
+def test_json():
+    options = ["--tokens", 150, "--routing", "unused", "--blocks", 2, "--seed", 7, "--json"]
+    report = json.loads(invoke(*SMALL, *options, "--ep", 2, "--top-k", 1).stdout)
+    assert report["layer"] == "layer, one rank of 2" and report["bucket"] == "prefill"
+    assert report["problem"]["num_experts"] == 2 and report["problem"]["num_tokens"] == 150
+    assert (report["routing"], report["num_blocks"], report["checked"]) == ("unused", 2, False)
+    (row,) = report["seeds"]
+    assert row["seed"] == 7 and row["is_right"] and row["steps"] > 0 and row["report"] == ""
+    assert 0 < row["relative_error"] < session.ERROR_BOUND
+    assert row["worst_element"] < session.ELEMENT_BOUND
+
+
+def test_layer_by_config(tmp_path):
+    config = {"model_type": "my_moe", "hidden_size": 256, "moe_intermediate_size": 144}
+    config |= {"num_experts": 4, "num_experts_per_tok": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert invoke("--config", tmp_path).stdout.startswith("my_moe: 40 tokens, hidden 256")
+
+
+@pytest.mark.parametrize(
+    "args, parts",
+    [
+        (["--model", "deepseek"], ["model must be one of", "did you mean"]),
+        (["--model", "glm-4.5", "--hidden", "512"], ["one way"]),
+        (["--hidden", "512"], ["--intermediate", "--experts"]),
+        (["--ep", "3"], ["ep must divide", "got 3"]),
+        ([*SMALL, "--routing", "even"], ["routing must be one of", "got 'even'"]),
+        ([*SMALL, "--ep", "4"], ["top_k up to num_experts=1", "got 2; take duplicates"]),
+        ([*SMALL, "--tokens", "262145"], ["num_tokens", "got 262,145; split"]),
+    ],
+)
+def test_mistakes(args, parts):
+    message = refusal(*args)
+    assert all(part in message for part in parts), message
+
+
+@pytest.mark.parametrize("option", ["--tokens", "--blocks", "--seeds", "--jobs"])
+def test_counts_from_one(option):
+    assert "Invalid value" in invoke(option, 0, code=2).stderr
+
+
+def test_a_large_layer_is_announced(monkeypatch):
+    def stop(*_):
+        raise host.NoHostCompiler("stopped here")
+
+    monkeypatch.setattr(session, "executable", stop)
+    lines = invoke("--model", "deepseek-v3", "--ep", 8, code=1).stderr.splitlines()
+    assert "a large layer for a CPU: about" in lines[0] and "a higher --ep" in lines[0]
+    assert lines[1] == "jitmoe: stopped here"
+
+
+def test_without_a_compiler(monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(host.shutil, "which", lambda name: None)
+    monkeypatch.setattr(host.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(host, "compiler", host.compiler.__wrapped__)  # without its memory
+    monkeypatch.setattr(host, "compiler_version", host.compiler_version.__wrapped__)
+    message = refusal(*SMALL, code=1)
+    assert "found no C++ compiler" in message and "pip install ziglang" in message
+
+
+@pytest.fixture
+def damage(monkeypatch, tmp_path):
+    """Replace text in a copy of the templates, which is then the one that kernels are made of."""
+    copy = tmp_path / "templates"
+    shutil.copytree(render.templates_dir(), copy)
+    for module in (render, host):
+        monkeypatch.setattr(module, "templates_dir", lambda: copy)
+
+    def replace(name, old, new):
+        text = (copy / name).read_text()
+        assert old in text
+        (copy / name).write_text(text.replace(old, new))
+
+    return replace
+
+
+def replay_of(text):
+    """The printed command's options."""
+    (line,) = [line for line in text.splitlines() if line.startswith("replay: ")]
+    words = shlex.split(line)
+    assert words[1:3] == ["jitmoe", "emulate"]
+    return words[3:]
+
+
+def test_a_kernel_that_computes_something_else(damage):
+    damage("roles/combine.cuh", "for (u32 slot = 0;", "for (u32 slot = 1;")
+    text = invoke(*SMALL, "--seed", 5, "--seeds", 3, code=1).stdout
+    assert "seed 5: FAIL, relative error" in text and "seed 6" not in text
+    assert "0 of 1 seeds run are right" in text
+    again = replay_of(text)
+    assert again[again.index("--seed") + 1] == "5" and "--seeds" not in again
+    line = next(line for line in text.splitlines() if line.startswith("seed 5"))
+    assert invoke(*again, code=1).stdout.splitlines()[1].startswith(line.rpartition(",")[0])
+
+
+def test_a_kernel_that_stalls(damage):
+    damage("roles/gather.cuh", "arrive_after_copies(&smem.full[stage]);", "")
+    text = invoke(*SMALL, "--blocks", 2, "--seeds", 9, code=1).stdout
+    assert "seed 0: FAIL, stopped after" in text and "seed 1" not in text
+    assert "waits for" in text
+    assert replay_of(text)
+    report = json.loads(invoke(*SMALL, "--blocks", 2, "--json", code=1).stdout)
+    (row,) = report["seeds"]
+    assert not report["is_right"] and row["relative_error"] is row["steps"] is None
+    assert "waits for" in row["report"] and report["replay"].startswith("jitmoe emulate --hidden")
+
+
+def test_a_kernel_that_does_not_compile(damage):
+    damage("roles/gather.cuh", "DEVICE void role_gather", "DEVICE vodi role_gather")
+    result = invoke(*SMALL, code=1)
+    assert result.stdout == "" and "vodi" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_infinite_errors_are_json(monkeypatch):
+    monkeypatch.setattr(reference, "relative_error", lambda *_: float("inf"))
+    (row,) = json.loads(invoke(*SMALL, "--json", code=1).stdout)["seeds"]
+    assert row["relative_error"] is None and not row["is_right"] and row["steps"] > 0
+
+
+def test_a_kernel_with_a_data_race(damage):
+    """Rows announced before the copies of them have landed. Only the checked build looks."""
+    early = "arrive(&smem.full[stage]);"
+    damage("roles/gather.cuh", "arrive_after_copies(&smem.full[stage]);", early)
+    text = invoke(*SMALL, "--tokens", 9, "--blocks", 1, "--checked", code=1).stdout
+    assert "1 block, uniform routing, checked" in text and "seed 0: FAIL, stopped" in text
+    assert "data race on token_tiles" in text and "--checked" in replay_of(text)

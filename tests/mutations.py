@@ -1,0 +1,281 @@
+"""Proof that the emulator misses little: break the kernels on purpose, one place at a time.
+
+A mutant is a kernel text without one synchronising operation, with one ordering made relaxed, or
+with one term of an address or coordinate gone. It is killed if its checked emulation reports a
+race, a stall or a broken rule, or if its result is wrong. What survives is a hole in the emulator
+or does the same as the original; the latter are listed in EQUIVALENT, each with its reason.
+
+    python tests/mutations.py [--only TEXT] [--sample N] [--jobs N] [--list]
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import random
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from jitmoe import fp8, reference
+from jitmoe.emulate.compile import HostCompileError, build
+from jitmoe.emulate.mega_moe import EmulatedLayer
+from jitmoe.emulate.run import EmulationError
+from jitmoe.jit.render import render
+from jitmoe.plan.gpu import GPUS
+from jitmoe.plan.heuristics import plans_of_model
+from jitmoe.plan.mega_moe import MegaMoePlan
+from jitmoe.plan.problem import MoeProblem
+
+# Statements that are taken away whole.
+SYNCHRONISING = (
+    "sync_block sync_warp sync_share sync_grid sync_named fence_async_shared fence_async_global "
+    "fence_barrier_init arrive arrive_expect_bytes arrive_after_copies wait_barrier wait_in_flight "
+    "wait_until wait_for_head wait_for_mid end_head publish_mid free_task wgmma_fence wgmma_commit "
+    "wgmma_wait"
+).split()
+REPLACEMENTS = (
+    (r"load_acquire_gpu\(", "load_relaxed_gpu("),
+    (r"add_release_gpu\(", "fetch_add_relaxed_gpu("),
+    (r"fetch_add_acq_rel_gpu\(", "fetch_add_relaxed_gpu("),
+    (r"arrive_expect_bytes\((\w+), [^;]*\);", r"arrive(\1);"),
+    (r"wgmma_wait<0>", "wgmma_wait<1>"),
+    (r"wgmma_wait<1>", "wgmma_wait<2>"),
+    (r"\.parity\(\)", ".empty_parity()"),
+    (r"\.empty_parity\(\)", ".parity()"),
+    (r"swizzle_128\((\w+), (\w+)\)", r"(\1 * 128 + \2 * 16)"),
+    (r"head\.parity ^ 1", "head.parity"),
+    (r"amax_parity \^= 1", "amax_parity ^= 0"),
+)
+# Terms of addresses and coordinates; each becomes 0.
+TERMS = (
+    r"descriptor_step\([^()]*\)",
+    r"\bk \* kBlockK",
+    r"u64\(k\) \* [\w.]+",
+    r"task\.tile \* (?:\([^()]*\)|\w+)",
+    r"u64\(task\.tile\) \* [\w.]+",
+    r"u64\(task\.row_start\) \* kMidStride",
+    r"task\.row_start \+ i\b",
+    r"share\.first_row \* kBlockK",
+    r"share\.first_token(?: \* kBlockK)?(?=[;,) +])",
+    r"\bm \* (?:64|32|descriptor_step\(64 \* kBlockK\))",
+    r"lane \* 16\b",
+    r"share\.warp \* (?:8|16)",
+    r"\blane / (?:4|8|16) \* 8|\blane / 16 \* 8",
+    r"row \* Copies::kRowsApart \* 128",
+    r"u64\(ahead\[i\]\) \* 16",
+    r"chunk \* 16",
+    r"u64\(slot\) \* kHidden",
+    r"u64\(token\) \* (?:kTopK \* kHidden|kNumTiles2)",
+    r"u64\(row\) \* kHidden",
+    r"i64\(token\) \* p\.(?:x|y)_stride",
+)
+# The start of such a statement; definitions and expressions are something else.
+_STATEMENT = rf"[;{{}})]\s*((?:{'|'.join(SYNCHRONISING)})(?:<\w+>)?\()"
+_MUTABLE = re.compile(r"roles/|mega_moe\.cu\.jinja$")
+
+# Mutants that do the same as the original, by name: why.
+EQUIVALENT: dict[str, str] = {}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`text` at `start` of a file, on line `line`, becomes `replacement`.
+
+    `number` counts the places in the file where it could.
+    """
+
+    file: str
+    line: int
+    start: int
+    text: str
+    replacement: str
+    number: int
+
+    @property
+    def name(self) -> str:
+        """Says what and where, but not by line: other changes leave it alone."""
+        text = " ".join(self.text.split())
+        change = f"without {text}" if self.replacement == ";" else f"{text} -> {self.replacement}"
+        return f"{self.file}: {change}" + (f" #{self.number}" if self.number > 1 else "")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel and the launches that it is tried with: numbers of tokens, one after another."""
+
+    plan: MegaMoePlan
+    token_counts: tuple[int, ...]
+    routing: str
+
+
+def _case(bucket: str, sizes: tuple[int, ...], tokens, routing="unused", **changes) -> Case:
+    plan = plans_of_model(MoeProblem(1, *sizes), GPUS["h200"])[bucket]
+    return Case(dataclasses.replace(plan, **changes), tokens, routing)
+
+
+CASES = (
+    _case("decode", (384, 208, 6, 3), (40, 9), num_stages=3),
+    _case("decode", (256, 208, 4, 2), (150,), "hot_expert", num_local_pairs=2, num_stages=3),
+    _case("prefill", (384, 384, 4, 2), (150, 40), num_stages=3),
+    _case("prefill", (640, 208, 4, 2), (300,), "hot_expert", num_stages=3),
+)
+SEEDS = (0, 1, 2)
+
+
+def files_of(text: str) -> Iterator[tuple[str, int, str]]:
+    """(path, position, body) of every mutable file in a rendered text."""
+    banners = list(re.finditer(r"^// ==== (.+) ====\n", text, re.MULTILINE))
+    for banner, after in zip(banners, [*banners[1:], None], strict=True):
+        end = after.start() if after else text.index("DEVICE void init_barriers")
+        if _MUTABLE.search(banner[1]):
+            yield banner[1], banner.end(), text[banner.end() : end]
+    begin = text.index("DEVICE void init_barriers")
+    yield "mega_moe.cu.jinja", begin, text[begin:]
+
+
+def mutants_of(file: str, body: str) -> Iterator[Mutant]:
+    """Every mutant of one file."""
+    code = re.sub(r"//[^\n]*", lambda comment: " " * len(comment[0]), body)
+    seen = Counter()
+
+    def mutant(begin: int, end: int, replacement: str) -> Mutant:
+        what = body[begin:end]
+        seen[what, replacement] += 1
+        line = body.count("\n", 0, begin) + 1
+        return Mutant(file, line, begin, what, replacement, seen[what, replacement])
+
+    for match in re.finditer(_STATEMENT, code):
+        end = _end_of_call(code, match.end())
+        if code[end] == ";":
+            yield mutant(match.start(1), end + 1, ";")
+    for pattern, replacement in (*REPLACEMENTS, *((term, "0") for term in TERMS)):
+        for match in re.finditer(pattern, code):
+            yield mutant(*match.span(), match.expand(replacement))
+
+
+def _end_of_call(code: str, at: int) -> int:
+    """Behind the parenthesis that closes the one open at `at`."""
+    depth = 1
+    while depth:
+        depth += {"(": 1, ")": -1}.get(code[at], 0)
+        at += 1
+    return at
+
+
+@cache
+def rendered(case: Case) -> str:
+    return render(case.plan, layer="emulated")
+
+
+def all_mutants() -> list[Mutant]:
+    """Those of all cases' texts, each once."""
+    found = {}
+    for case in CASES:
+        for file, _, body in files_of(rendered(case)):
+            for mutant in mutants_of(file, body):
+                found[mutant] = None
+    return list(found)
+
+
+@cache
+def layer_of(case: Case) -> reference.Layer:
+    plan = case.plan
+    return reference.random_layer(plan.num_experts, plan.hidden, plan.intermediate, seed=0)
+
+
+@cache
+def launch_of(case: Case, num_tokens: int) -> tuple[reference.Tokens, np.ndarray]:
+    """Inputs of a launch, and the oracle's result."""
+    plan = case.plan
+    tokens = reference.random_tokens(
+        num_tokens, plan.hidden, plan.num_experts, plan.top_k, num_tokens, case.routing
+    )
+    x, scale = fp8.quantize_tokens(tokens.x)
+    inputs = (x, scale, tokens.topk_ids, tokens.topk_weights, *layer_of(case))
+    return tokens, reference.mega_moe(*inputs, requantize=True)
+
+
+def run(case: Case, text: str) -> str | None:
+    """How the kernel in `text` fails in this case: a line; None if it does not."""
+    executable = build(text, case.plan.name, checked=True)
+    for seed in SEEDS:
+        emulated = EmulatedLayer(case.plan, layer_of(case), max(case.token_counts), num_blocks=2)
+        emulated.executable = executable
+        for num_tokens in case.token_counts:
+            tokens, expected = launch_of(case, num_tokens)
+            x = fp8.encode_bf16(tokens.x) if seed % 2 else fp8.quantize_tokens(tokens.x)
+            try:
+                y = emulated(x, tokens.topk_ids, tokens.topk_weights, seed=seed, timeout_s=120)
+            except EmulationError as error:
+                return str(error).splitlines()[0]
+            error = reference.relative_error(y, expected)
+            if not error < 4e-3 or reference.worst_element(y, expected) > 0.06:
+                return f"wrong result, relative error {error:.1e}"
+    return None
+
+
+def kill(mutant: Mutant) -> str | None:
+    """What killed the mutant; None if it survived every case that has its file."""
+    for case in CASES:
+        text = rendered(case)
+        for file, position, _ in files_of(text):
+            at = position + mutant.start
+            if file != mutant.file or text[at : at + len(mutant.text)] != mutant.text:
+                continue
+            mutated = text[:at] + mutant.replacement + text[at + len(mutant.text) :]
+            try:
+                if verdict := run(case, mutated):
+                    return verdict
+            except HostCompileError as error:
+                return f"does not compile: {error}"
+    return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", default="", help="mutants whose name contains this")
+    parser.add_argument("--sample", type=int, help="so many of them, chosen by --seed")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--list", action="store_true", help="name the mutants and stop")
+    arguments = parser.parse_args()
+
+    mutants = [m for m in all_mutants() if arguments.only in m.name]
+    if arguments.sample is not None:
+        mutants = random.Random(arguments.seed).sample(mutants, arguments.sample)
+    if arguments.list:
+        print("\n".join(f"{m.name}  ({m.line})" for m in mutants))
+        return
+    start = time.perf_counter()
+    for case in CASES:
+        assert (failure := run(case, rendered(case))) is None, f"the original fails: {failure}"
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        verdicts = []
+        for mutant, verdict in zip(mutants, pool.map(kill, mutants), strict=True):
+            verdicts.append(verdict)
+            print(
+                f"{'killed  ' if verdict else 'SURVIVED'}  {mutant.name}  {verdict or ''}",
+                flush=True,
+            )
+    survivors = [m for m, verdict in zip(mutants, verdicts, strict=True) if verdict is None]
+    equivalent = [m for m in survivors if m.name in EQUIVALENT]
+    killed = len(mutants) - len(survivors)
+    print(
+        f"\n{killed} of {len(mutants)} killed, {len(equivalent)} equivalent: score "
+        f"{killed / (len(mutants) - len(equivalent)):.1%} in {time.perf_counter() - start:.0f} s"
+    )
+    for mutant in survivors:
+        print(f"  {mutant.name}: {EQUIVALENT.get(mutant.name) or 'NOT EXPLAINED'}")
+    sys.exit(len(survivors) > len(equivalent))
+
+
+if __name__ == "__main__":
+    main()
