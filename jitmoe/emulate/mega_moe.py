@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from jitmoe.emulate.compile import executable
-from jitmoe.emulate.run import Array, TensorMap, launch
+from jitmoe.emulate.run import Array, Rank, TensorMap, launch
 from jitmoe.plan.mega_moe import MegaMoePlan
 from jitmoe.reference import Layer
 
@@ -34,6 +34,7 @@ class EmulatedLayer:
         self.layer = Layer(*(np.ascontiguousarray(part) for part in layer))
         self.executable = executable(plan, checked)
         self.report = ""
+        self.rings: np.ndarray | None = None
         self.status = np.zeros(16, np.uint32)
         control = plan.control(max_tokens)
         self._control = {r.name: np.zeros(r.num_bytes, np.uint8) for r in control.regions}
@@ -46,6 +47,7 @@ class EmulatedLayer:
         *,
         seed: int = 0,
         expire: bool = False,
+        hardware_sums: bool = False,
         timeout_s: float = 600.0,
     ) -> np.ndarray:
         """One launch: y as bf16 bits [num_tokens, hidden]. Scratch and y hold 0xFF before it.
@@ -54,7 +56,10 @@ class EmulatedLayer:
         topk_ids      [num_tokens, top_k] int32 or int64
         topk_weights  [num_tokens, top_k] float32 or bf16 bits
 
-        Raises EmulationError; `report` has the report of the last launch that came to its end.
+        hardware_sums: sums of matrix multiplies are cut off as an H200 does, else exact.
+
+        Raises EmulationError; `report` has the report of the last launch that came to its end, and
+        `rings` the stamps of a traced plan's.
         """
         plan, (w13, w13_scale, w2, w2_scale) = self.plan, self.layer
         x, x_scale = x if isinstance(x, tuple) else (x, None)
@@ -75,7 +80,12 @@ class EmulatedLayer:
         if x_scale is not None:
             arrays["x_scale"] = Array(_span(x_scale))
         for region in plan.scratch(self.max_tokens).regions:
-            arrays[region.name] = Array(np.full(region.num_bytes, 0xFF, np.uint8), writable=True)
+            if region.name != "trace":
+                data = np.full(region.num_bytes, 0xFF, np.uint8)
+                arrays[region.name] = Array(data, writable=True)
+        if plan.trace:
+            self.rings = np.zeros(plan.trace_rings(self.num_blocks).shape, np.uint32)
+            arrays["trace"] = Array(self.rings, writable=True)
         for name, data in self._control.items():
             arrays[name] = Array(data, writable=True)
         half, hidden, experts = plan.intermediate, plan.hidden, plan.num_experts
@@ -118,12 +128,10 @@ class EmulatedLayer:
         self.report = launch(
             self.executable,
             plan,
-            arrays,
-            scalars,
-            maps,
-            num_blocks=self.num_blocks,
+            [Rank(arrays, scalars, maps, self.num_blocks)],
             seed=seed,
             expire=expire,
+            hardware_sums=hardware_sums,
             timeout_s=timeout_s,
         )
         return y

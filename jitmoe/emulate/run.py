@@ -11,8 +11,8 @@ import shutil
 import struct
 import subprocess
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -54,41 +54,52 @@ class TensorMap:
 
 @dataclass(frozen=True)
 class Array:
-    """A NumPy array in the kernel's memory. `writable` ones are copied back; others fault."""
+    """A NumPy array in the kernel's memory. `writable` ones are copied back; others fault.
+
+    `addresses` puts the addresses of other arrays, (rank, name), at bytes of this one: a table of
+    peers' memory.
+    """
 
     data: np.ndarray
     writable: bool = False
+    addresses: Mapping[int, tuple[int, str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One of the launches that run at once: `arrays` are by parameter name, a pointer that is not
+    among them is null.
+    """
+
+    arrays: Mapping[str, Array]
+    scalars: Mapping[str, int]
+    maps: Mapping[str, TensorMap] = field(default_factory=dict)
+    num_blocks: int = 1
 
 
 def launch(
     executable: Path,
     plan: Plan,
-    arrays: Mapping[str, Array],
-    scalars: Mapping[str, int],
-    maps: Mapping[str, TensorMap],
+    ranks: Sequence[Rank],
     *,
-    num_blocks: int,
+    cluster_size: int = 1,
     seed: int = 0,
     expire: bool = False,
+    hardware_sums: bool = False,
     timeout_s: float = 600.0,
 ) -> str:
-    """Run the kernel once; writable arrays are changed in place. Returns the report.
+    """Run the kernel once on every rank; writable arrays are changed in place. Returns the report.
 
-    `arrays` are by parameter name; a pointer that is not among them is null. With `expire` the
-    clock runs out after a stall, so that waits with a budget give up. Raises EmulationError.
+    With `expire` the clock runs out after a stall, so that waits with a budget give up. With
+    `hardware_sums` matrix multiplies cut sums off as an H200 does, else they are exact. Raises
+    EmulationError.
     """
-    layout = params.layout(plan.params)
-    record = np.zeros((), layout.dtype)
-    for name, value in scalars.items():
-        record[name] = value
-    for name, tensor_map in maps.items():
-        record[name] = np.void(tensor_map.encode().ljust(128, b"\0"))
-    offsets = {field.name: field.offset for field in layout.fields}
     job = [
-        f"grid {num_blocks} {plan.num_threads} {plan.smem.num_bytes}",
+        f"blocks {plan.num_threads} {plan.smem.num_bytes} {cluster_size}",
         f"seed {seed} {int(expire)}",
-        f"params {record.tobytes().hex()}",
     ]
+    if hardware_sums:
+        job.append("hardware_sums")
     for region in plan.smem.regions:
         count = region.shape[0] if len(region.shape) > 1 or region.ctype == "u64" else 1
         job.append(
@@ -98,31 +109,70 @@ def launch(
 
     with tempfile.NamedTemporaryFile(prefix="jitmoe-emulated-") as file:
         job.insert(0, f"file {file.name}")
-        places, end = {}, 0
-        for idx, (name, array) in enumerate(arrays.items()):
-            num_bytes = array.data.nbytes
-            # Flush with the end of its pages, as alignment allows: what follows is no memory.
-            mapped = align(max(num_bytes, 1), _PAGE)
-            lead = mapped - align(max(num_bytes, 1), 16)
-            places[name] = end + lead
-            job.append(f"region {name} {end} {mapped} {lead} {num_bytes} {int(array.writable)}")
-            if name in offsets:
-                job.append(f"pointer {offsets[name]} {idx}")
-            job += [f"pointer {offsets[m]} {idx}" for m, t in maps.items() if t.array == name]
-            end += mapped
-        file.truncate(max(end, 1))
-        with mmap.mmap(file.fileno(), max(end, 1)) as memory:
-            for name, array in arrays.items():
-                data = array.data.tobytes()
-                memory[places[name] : places[name] + len(data)] = data
+        places = _place(ranks)
+        file.truncate(max((place.end for place in places.values()), default=1))
+        job += _grids(plan, ranks, places)
+        with mmap.mmap(file.fileno(), 0) as memory:
+            for (rank, name), place in places.items():
+                data = ranks[rank].arrays[name].data.tobytes()
+                memory[place.begin : place.begin + len(data)] = data
             report = _run(executable, "\n".join(job) + "\n", timeout_s, seed)
-            for name, array in arrays.items():
+            for (rank, name), place in places.items():
+                array = ranks[rank].arrays[name]
                 if array.writable:
-                    data = memory[places[name] : places[name] + array.data.nbytes]
+                    data = memory[place.begin : place.begin + array.data.nbytes]
                     array.data[...] = np.frombuffer(data, array.data.dtype).reshape(
                         array.data.shape
                     )
     return report
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where an array lies: pages of the file, and the array at their end."""
+
+    number: int
+    first_page: int
+    begin: int
+    end: int
+
+
+def _place(ranks: Sequence[Rank]) -> dict[tuple[int, str], _Place]:
+    places, end = {}, 0
+    for rank, launched in enumerate(ranks):
+        for name, array in launched.arrays.items():
+            # Flush with the end of its pages, as alignment allows: what follows is no memory.
+            num_bytes = max(array.data.nbytes, 1)
+            first, end = end, end + align(num_bytes, _PAGE)
+            places[rank, name] = _Place(len(places), first, end - align(num_bytes, 16), end)
+    return places
+
+
+def _grids(plan: Plan, ranks: Sequence[Rank], places: Mapping[tuple[int, str], _Place]):
+    """Lines of the job for the parameters and memory of every rank."""
+    layout = params.layout(plan.params)
+    offsets = {f.name: f.offset for f in layout.fields}
+    for rank, launched in enumerate(ranks):
+        record = np.zeros((), layout.dtype)
+        for name, value in launched.scalars.items():
+            record[name] = value
+        for name, tensor_map in launched.maps.items():
+            record[name] = np.void(tensor_map.encode().ljust(128, b"\0"))
+        yield f"grid {launched.num_blocks} {record.tobytes().hex()}"
+        for name, array in launched.arrays.items():
+            place = places[rank, name]
+            lead, mapped = place.begin - place.first_page, place.end - place.first_page
+            title = name if len(ranks) == 1 else f"{name}@rank{rank}"
+            size = array.data.nbytes
+            yield f"region {title} {place.first_page} {mapped} {lead} {size} {int(array.writable)}"
+            if name in offsets:
+                yield f"pointer {offsets[name]} {place.number}"
+            for field_name, tensor_map in launched.maps.items():
+                if tensor_map.array == name:
+                    yield f"pointer {offsets[field_name]} {place.number}"
+    for key, place in places.items():
+        for at, target in ranks[key[0]].arrays[key[1]].addresses.items():
+            yield f"address {place.number} {at} {places[target].number}"
 
 
 _CODE = re.compile(r"<([0-9a-f]+) ([0-9a-f]+)>")
@@ -138,7 +188,7 @@ def _with_lines(executable: Path, report: str) -> str:
         return report
 
     def line(match: re.Match) -> str:
-        # Return addresses: the call is before them. -i lists what is inlined there, innermost first.
+        # Return addresses: the call is before them. -i lists what is inlined, innermost first.
         places = [f"{int(address, 16) - 1:x}" for address in match.groups()]
         command = [tool, "-i", "-e", str(executable), *places]
         output = subprocess.run(command, capture_output=True, text=True, check=False).stdout

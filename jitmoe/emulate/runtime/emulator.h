@@ -18,6 +18,7 @@ extern Place here;
 
 [[noreturn]] void exit_thread();
 u64 clock_ns();  // scheduler steps, a few nanoseconds each
+u64 clock_steps();
 
 // Memory. Addresses of shared memory are offsets in the window of the running thread's block, as on the device.
 enum Order : u32 { kRelaxed, kAcquire, kRelease, kAcqRel };
@@ -38,10 +39,19 @@ void fence_barrier_init();
 void arrive(u64* barrier, u32 expect_bytes);
 void arrive_after_copies(u64* barrier);
 bool try_wait(u64* barrier, u32 parity);
+bool test_wait(u64* barrier, u32 parity);
 
 // Bulk copies, and tensor copies through a map as jitmoe/emulate/run.py encodes it.
 void load_bulk(void* shared, const void* global, u32 num_bytes, u64* full);
 void load_tile(void* tile, const void* map, u64* full, u32 rank, const int* coords);
+
+// Clusters. A barrier is named by its place in the own block, `rank` says whose is meant.
+u32 cluster_rank();
+void* map_shared(const void* pointer, u32 rank);
+void sync_cluster();
+void arrive_cluster(u64* barrier, u32 rank);
+bool try_wait_cluster(u64* barrier, u32 parity);
+void load_tile_multicast(void* tile, const void* map, u64* full, u32 rank, const int* coords, u32 blocks);
 
 // Warps, blocks, registers.
 enum Shuffle : u32 { kIndex, kUp, kXor };

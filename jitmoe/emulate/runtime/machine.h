@@ -38,7 +38,7 @@ struct Random {
 
 // What a blocked thread waits for: enough for a line of the stall report.
 struct Waiting {
-    enum Kind { kNothing, kMbarrier, kFlag, kWarp, kNamed, kRegisters } kind = kNothing;
+    enum Kind { kNothing, kMbarrier, kFlag, kWarp, kNamed, kCluster, kRegisters } kind = kNothing;
     const void* object = nullptr;
     u32 a = 0, b = 0;  // mbarrier: parity. flag: value seen. named: id, threads. registers: wanted
     const char* what = "";
@@ -47,17 +47,21 @@ struct Waiting {
 // What has happened, for the checked build: by agent the last epoch that is known to be over (races.cpp).
 struct Clock {
     std::vector<u32> epochs;
+    std::shared_ptr<const Clock> last;  // joined: often the next one too
     bool knows(u32 agent, u32 epoch) const { return agent < epochs.size() && epochs[agent] >= epoch; }
     void know(u32 agent, u32 epoch);
     void join(const Clock& other);
+    void join(const std::shared_ptr<const Clock>& other);
 };
+using SharedClock = std::shared_ptr<const Clock>;  // threads that met know the same
 
 // Known to whom: to this thread's accesses in the generic proxy, or to the async proxy when it works for this thread.
 enum View : u32 { kGenericView, kAsyncSharedView, kAsyncGlobalView, kNumViews };
 struct Clocks {
     Clock views[kNumViews];
-    void join(const Clocks& other);
-    void clear();
+};
+struct SharedClocks {
+    SharedClock views[kNumViews];
 };
 
 extern const char kBulkCopy[];  // name of the agents of tensor and bulk copies
@@ -76,6 +80,7 @@ struct Fiber {
     void* stack_pointer = nullptr;
     u32 thread = 0, block = 0;
     enum State { kReady, kBlocked, kExited } state = kReady;
+    bool is_starved = false;
     Waiting waiting;
     u32 result = 0;  // of a warp collective
 
@@ -105,7 +110,9 @@ struct Mbarrier {
     std::vector<Fiber*> waiters;
     u32 initialised_by = 0;  // thread
     bool is_fenced = false;  // fence.mbarrier_init
-    Clocks arrived, completed;  // of this phase and the one before
+    Clocks arrived;  // in this phase
+    SharedClocks completed;  // the phase before
+    Clock cluster_arrived, cluster_completed;  // by other blocks
 };
 
 struct Block;
@@ -149,6 +156,7 @@ struct WarpgroupLog {
 };
 
 struct Block {
+    u32 grid = 0;
     u8* shared = nullptr;
     std::vector<Warp> warps;
     std::unordered_map<u32, Mbarrier> mbarriers;  // by shared address
@@ -158,10 +166,16 @@ struct Block {
     std::vector<WarpgroupLog> warpgroups;
 };
 
+// A launch of the kernel: one rank's, when ranks run together.
+struct Grid {
+    u32 first_block, num_blocks;
+    std::shared_ptr<void> params;
+};
+
 struct Region {
     std::string name;
     u8* begin;
-    u64 num_bytes;
+    u64 num_bytes, lead;  // bytes mapped before it
     bool writable;
 };
 
@@ -180,9 +194,11 @@ struct Counters {
 };
 
 struct Machine {
-    u32 num_blocks = 0, num_threads = 0, shared_bytes = 0;
+    u32 num_blocks = 0, num_threads = 0, shared_bytes = 0, cluster_size = 1;
+    std::vector<Grid> grids;
     u64 seed = 0;
     bool checked = false;  // kernel text reports its accesses (races.cpp)
+    bool hardware_sums = false;  // of wgmma: as an H200 cuts them off, rather than exact (wgmma.cpp)
     bool expire = false;   // on a stall let the clock run out, so that waits with a budget give up
     bool expired = false;
     u64 stalled_at = 0;
@@ -204,20 +220,23 @@ struct Machine {
     u32 locality_percent = 0;  // continue the thread made ready last, instead of any
     u32 max_delay = 64;       // of asynchronous work, in steps
     u32 late_percent = 50;    // cp.async that land at their wait only
+    u32 starved_one_in = 0;   // warps that run only when hardly any other can
 
     Block& block() { return blocks[current->block]; }
+    u32 cluster_of(u32 block) const { return block / cluster_size; }
     Warp& warp() { return block().warps[current->warp()]; }
 };
 extern Machine machine;
 
 // scheduler.cpp
-void start(void (*kernel)(const void*), const void* params);  // runs the grid to its end
+void start(void (*kernel)(const void*));                      // runs the grids to their end
 void maybe_switch();                                          // any operation may let others run
 void block_on(const Waiting& waiting);                        // until wake()
 void wake(Fiber* fiber);
 void later(u32 max_delay, std::function<void()> work);        // asynchronous work, in any order
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));  // the kernel broke a rule
 std::string place_name(const Fiber& fiber);
+std::string block_name(u32 block);
 
 // memory.cpp
 void* shared_pointer(u32 address, u32 num_bytes, const char* what);
@@ -233,17 +252,24 @@ bool any_pollers();
 enum class Access : u8 { kRead, kWrite, kAtomicLoad, kAtomicStore };
 void start_checking();
 void release(const Fiber& fiber, Clocks& to);
-void acquire(const Fiber& fiber, const Clocks& from);
+void acquire(const Fiber& fiber, const SharedClocks& from);
+SharedClocks share(Clocks&& clocks);
 void meet_clocks(const std::vector<Fiber*>& fibers);  // a barrier: each knows what all know
+void release_generic(const Fiber& fiber, Clock& to);  // to other blocks
+void acquire_generic(const Fiber& fiber, const Clock& from);
 void fence_proxy(View view);
 AsyncAgent new_agent(const char* kind);  // that works for the running thread
 void release_async(const AsyncAgent& agent, bool is_generic, Clocks& to);
-void acquire_async(const Fiber& fiber, const AsyncAgent& agent);
 void check_access(const void* pointer, u32 num_bytes, Access access, const void* at);
 bool check_async_access(const AsyncAgent& agent, const void* pointer, u32 num_bytes, Access access, View view,
                         const void* at);  // false: it reads garbage
 void print_garbage();
 void check_word(const u32* word, bool loads, bool stores, Order order, Scope scope, const void* at);
+
+// cluster.cpp
+u32 block_in_cluster(u32 rank);      // of the running thread
+bool complete_cluster(u32 cluster);  // if all are at its barrier
+u32 num_at_cluster_barrier(u32 cluster);
 
 // mbarrier.cpp
 std::string describe_mbarrier(u32 block, const void* barrier, u32 parity);

@@ -52,41 +52,48 @@ static void on_fault(int, siginfo_t* info, void*) {
     for (u32 b = 0; b < machine.num_blocks; ++b) {
         const i64 offset = at - machine.blocks[b].shared;
         if (offset < -i64(kPage) || offset >= i64(machine.shared_bytes + kPage)) continue;
-        fail("access at byte %lld of the shared memory of block %u, which has %u", offset, b, machine.shared_bytes);
+        fail("access at byte %lld of the shared memory of %s, which has %u", offset, block_name(b).c_str(),
+             machine.shared_bytes);
     }
     fail("access at %p, which is no memory of this launch", info->si_addr);
 }
 
 static int run() {
     int file = -1;
-    alignas(64) static u8 params[4096];
     std::string word;
     while (std::cin >> word) {
-        if (word == "grid") {
-            std::cin >> machine.num_blocks >> machine.num_threads >> machine.shared_bytes;
+        if (word == "blocks") {
+            std::cin >> machine.num_threads >> machine.shared_bytes >> machine.cluster_size;
+        } else if (word == "grid") {  // blocks, parameters; what follows is its
+            Grid grid{machine.num_blocks, 0, {std::aligned_alloc(64, (emu_params_bytes + 63) / 64 * 64), std::free}};
+            std::string hex;
+            std::cin >> grid.num_blocks >> hex;
+            if (hex.size() != 2 * emu_params_bytes || grid.num_blocks % machine.cluster_size != 0) return 2;
+            u8* params = static_cast<u8*>(grid.params.get());
+            for (u32 i = 0; i < emu_params_bytes; ++i) params[i] = u8(std::stoi(hex.substr(2 * i, 2), nullptr, 16));
+            machine.num_blocks += grid.num_blocks;
+            machine.grids.push_back(grid);
         } else if (word == "seed") {
             std::cin >> machine.seed >> machine.expire;
+        } else if (word == "hardware_sums") {
+            machine.hardware_sums = true;
         } else if (word == "file") {
             std::cin >> word;
             file = open(word.c_str(), O_RDWR);
         } else if (word == "region") {  // name, offset in the file, bytes mapped, bytes before the array, bytes of it
             Region region;
-            u64 offset, mapped, lead;
-            std::cin >> region.name >> offset >> mapped >> lead >> region.num_bytes >> region.writable;
-            region.begin = map_region(file, offset, mapped, region.writable) + lead;
+            u64 offset, mapped;
+            std::cin >> region.name >> offset >> mapped >> region.lead >> region.num_bytes >> region.writable;
+            region.begin = map_region(file, offset, mapped, region.writable) + region.lead;
             machine.regions.push_back(region);
-        } else if (word == "params") {
-            std::string hex;
-            std::cin >> hex;
-            if (hex.size() != 2 * emu_params_bytes || hex.size() > 2 * sizeof params) return 2;
-            for (u32 i = 0; i < emu_params_bytes; ++i) params[i] = u8(std::stoi(hex.substr(2 * i, 2), nullptr, 16));
-        } else if (word == "pointer") {  // at this offset of the parameters, into this region
+        } else if (word == "pointer") {  // at this offset of the grid's parameters, to this region
             u32 offset, region;
             std::cin >> offset >> region;
-            u64 address;
-            std::memcpy(&address, params + offset, 8);
-            address += reinterpret_cast<u64>(machine.regions.at(region).begin);
-            std::memcpy(params + offset, &address, 8);
+            std::memcpy(static_cast<u8*>(machine.grids.back().params.get()) + offset, &machine.regions.at(region).begin, 8);
+        } else if (word == "address") {  // in this region at this byte, of that region
+            u32 table, offset, region;
+            std::cin >> table >> offset >> region;
+            std::memcpy(machine.regions.at(table).begin + offset, &machine.regions.at(region).begin, 8);
         } else if (word == "shared") {
             SharedRegion region;
             std::cin >> region.name >> region.offset >> region.num_bytes >> region.count;
@@ -115,7 +122,11 @@ static int run() {
     machine.random.state = machine.seed ^ 0x5eed;
     machine.blocks.resize(machine.num_blocks);
     for (Block& block : machine.blocks) make_block(block);
-    start(emu_kernel, params);
+    for (u32 rank = 0; rank < machine.grids.size(); ++rank) {
+        const Grid& grid = machine.grids[rank];
+        for (u32 i = 0; i < grid.num_blocks; ++i) machine.blocks[grid.first_block + i].grid = rank;
+    }
+    start(emu_kernel);
     print_garbage();
     const Counters& c = machine.counters;
     std::printf("done: %llu steps, %llu switches, %llu accumulator tiles, %llu tile bytes\n", machine.step, c.switches,

@@ -48,8 +48,10 @@ static void complete_if_due(Mbarrier& barrier) {
     if (barrier.pending != 0 || barrier.tx_bytes != 0) return;
     barrier.phase += 1;
     barrier.pending = barrier.expected;
-    barrier.completed = std::move(barrier.arrived);
+    barrier.completed = share(std::move(barrier.arrived));
     barrier.arrived = Clocks{};
+    barrier.cluster_completed = std::move(barrier.cluster_arrived);
+    barrier.cluster_arrived = Clock{};
     machine.progress += 1;
     const std::vector<Fiber*> waiters = std::move(barrier.waiters);
     barrier.waiters.clear();
@@ -74,6 +76,20 @@ void arrive(u64* barrier, u32 expect_bytes) {
     check_access(barrier, 8, Access::kAtomicStore, HERE);
     release(*machine.current, b.arrived);
     arrive_at(b, address, expect_bytes);
+}
+
+// "mbarrier.arrive on .shared::cluster may signal an mbarrier of another CTA"; with .release.cluster.
+void arrive_cluster(u64* barrier, u32 rank) {
+    maybe_switch();
+    const u32 address = shared_address(barrier), block = block_in_cluster(rank);
+    Mbarrier& b = find(block, address, "mbarrier.arrive");
+    check_access(map_shared(barrier, rank), 8, Access::kAtomicStore, HERE);
+    if (block == machine.current->block) {
+        release(*machine.current, b.arrived);
+    } else {
+        release_generic(*machine.current, b.cluster_arrived);
+    }
+    arrive_at(b, address, 0);
 }
 
 static void check_alive(u32 block, const char* what) {
@@ -112,9 +128,9 @@ static AsyncAgent begin_bulk_copy() {
     return agent;
 }
 
-static void complete_bytes(u32 block, u32 address, u32 num_bytes, const AsyncAgent& agent) {
+static void complete_bytes(u32 block, u32 address, u32 num_bytes, const AsyncAgent& agent, bool is_last) {
     Mbarrier& b = find(block, address, "complete_tx");
-    release_async(agent, false, b.arrived);
+    if (is_last) release_async(agent, false, b.arrived);
     b.tx_bytes -= num_bytes;
     if (b.tx_bytes < -kMaxTxBytes) fail("%s was sent bytes that nobody expects", shared_name(address).c_str());
     machine.progress += 1;
@@ -124,17 +140,32 @@ static void complete_bytes(u32 block, u32 address, u32 num_bytes, const AsyncAge
 // "try_wait.parity waits for the completion of the phase with that parity: the current phase, or the one immediately
 // before it. It may suspend the thread, and may return false after a time." A suspended thread wakes when the phase
 // completes; some waits return false for no reason.
-bool try_wait(u64* barrier, u32 parity) {
+static bool wait_for_phase(u64* barrier, u32 parity, bool acquires_cluster, const void* at) {
     maybe_switch();
     Mbarrier& b = find(machine.current->block, shared_address(barrier), "mbarrier.try_wait");
     if (parity > 1) fail("mbarrier.try_wait for parity %u", parity);
-    check_access(barrier, 8, Access::kAtomicLoad, HERE);
+    check_access(barrier, 8, Access::kAtomicLoad, at);
     if ((b.phase & 1) == parity) {
         if (machine.expired || machine.random.one_in(8)) return false;
         b.waiters.push_back(machine.current);
         block_on({Waiting::kMbarrier, barrier, parity, 0, ""});
         if ((b.phase & 1) == parity) return false;
     }
+    acquire(*machine.current, b.completed);
+    if (acquires_cluster) acquire_generic(*machine.current, b.cluster_completed);
+    return true;
+}
+
+bool try_wait(u64* barrier, u32 parity) { return wait_for_phase(barrier, parity, false, HERE); }
+bool try_wait_cluster(u64* barrier, u32 parity) { return wait_for_phase(barrier, parity, true, HERE); }
+
+// "test_wait is a non-blocking instruction."
+bool test_wait(u64* barrier, u32 parity) {
+    maybe_switch();
+    Mbarrier& b = find(machine.current->block, shared_address(barrier), "mbarrier.test_wait");
+    if (parity > 1) fail("mbarrier.test_wait for parity %u", parity);
+    check_access(barrier, 8, Access::kAtomicLoad, HERE);
+    if ((b.phase & 1) == parity) return false;
     acquire(*machine.current, b.completed);
     return true;
 }
@@ -166,6 +197,7 @@ struct TileCopy {
     u32 block, tile, barrier;
     AsyncAgent agent;
     std::vector<bool> garbage;  // by chunk of 16 bytes, if any
+    std::shared_ptr<u32> parts;  // that have not landed
 };
 
 // 16 bytes of a row of the box, of which the first `num` are inside.
@@ -201,7 +233,7 @@ static void copy_rows(const TileCopy& copy, u32 begin, u32 end) {
             if (copy.garbage[row * 8 + column / 16]) std::memset(chunk, 0xff, 16);
         }
     }
-    complete_bytes(copy.block, copy.barrier, (end - begin) * map.box[0], copy.agent);
+    complete_bytes(copy.block, copy.barrier, (end - begin) * map.box[0], copy.agent, --*copy.parts == 0);
 }
 
 static void check_fenced(const Mbarrier& barrier, u32 address) {
@@ -230,11 +262,33 @@ void load_bulk(void* shared, const void* global, u32 num_bytes, u64* full) {
         for (u32 at = 0; at < num_bytes; at += 16) {
             if (!garbage[at / 16]) std::memcpy(static_cast<u8*>(shared) + at, static_cast<const u8*>(global) + at, 16);
         }
-        complete_bytes(block, barrier, num_bytes, agent);
+        complete_bytes(block, barrier, num_bytes, agent, true);
     });
 }
 
-void load_tile(void* tile, const void* map, u64* full, u32 rank, const int* coords) {
+// One block's part of a tensor copy. It lands in one or several pieces, in any order.
+static void start_copy(TileCopy copy, u32 rows, const void* at) {
+    check_fenced(find(copy.block, copy.barrier, "tensor copy"), copy.barrier);
+    u8* tile = machine.blocks[copy.block].shared + (copy.tile - kSharedBase);
+    machine.counters.tile_bytes += rows * 128;
+    copy.agent = begin_bulk_copy();
+    check_async_access(copy.agent, tile, rows * 128, Access::kWrite, kAsyncSharedView, at);
+    copy.garbage.resize(rows * 8);
+    for (u32 chunk = 0; machine.checked && chunk < rows * 8; ++chunk) {
+        u32 num;
+        const u8* source = find_chunk(copy, chunk / 8, chunk % 8 * 16, num);
+        copy.garbage[chunk] = num && !check_async_access(copy.agent, source, num, Access::kRead, kAsyncGlobalView, at);
+    }
+    std::memset(tile, 0xff, rows * 128);  // poison until the bytes land
+    const u32 parts = rows % 4 == 0 ? 1u << machine.random.below(3) : 1;
+    copy.parts = std::make_shared<u32>(parts);
+    for (u32 part = 0; part < parts; ++part) {
+        later(machine.max_delay, [=] { copy_rows(copy, rows / parts * part, rows / parts * (part + 1)); });
+    }
+}
+
+static void load_tile_to(void* tile, const void* map, u64* full, u32 rank, const int* coords,
+                         const std::vector<u32>& blocks, const void* at) {
     maybe_switch();
     TileCopy copy{};
     std::memcpy(&copy.map, map, sizeof copy.map);
@@ -247,26 +301,24 @@ void load_tile(void* tile, const void* map, u64* full, u32 rank, const int* coor
     if (coords[0] % 16 != 0) fail("a tensor copy at byte %d of a row: not a multiple of 16", coords[0]);
     check_shared(tile, rows * 128, 128, "tensor copy");
     check_shared(full, 8, 8, "the mbarrier of a tensor copy");
-    copy.block = machine.current->block;
     copy.tile = shared_address(tile);
     copy.barrier = shared_address(full);
-    check_fenced(find(copy.block, copy.barrier, "tensor copy"), copy.barrier);
-    machine.counters.tile_bytes += rows * 128;
-    copy.agent = begin_bulk_copy();
-    check_async_access(copy.agent, tile, rows * 128, Access::kWrite, kAsyncSharedView, HERE);
-    copy.garbage.resize(rows * 8);
-    for (u32 chunk = 0; machine.checked && chunk < rows * 8; ++chunk) {
-        u32 num;
-        const u8* source = find_chunk(copy, chunk / 8, chunk % 8 * 16, num);
-        copy.garbage[chunk] = !check_async_access(copy.agent, source, num, Access::kRead, kAsyncGlobalView, HERE);
+    for (u32 block : blocks) {
+        copy.block = block;
+        start_copy(copy, rows, at);
     }
-    std::memset(tile, 0xff, rows * 128);  // poison until the bytes land
+}
 
-    // It lands in one or several parts, in any order.
-    const u32 parts = rows % 4 == 0 ? 1u << machine.random.below(3) : 1;
-    for (u32 part = 0; part < parts; ++part) {
-        later(machine.max_delay, [=] { copy_rows(copy, rows / parts * part, rows / parts * (part + 1)); });
-    }
+void load_tile(void* tile, const void* map, u64* full, u32 rank, const int* coords) {
+    load_tile_to(tile, map, full, rank, coords, {machine.current->block}, HERE);
+}
+
+// ".multicast::cluster copies to the same CTA-relative offset in each destination CTA, and signals the mbarrier at the
+// same offset there."
+void load_tile_multicast(void* tile, const void* map, u64* full, u32 rank, const int* coords, u32 blocks) {
+    std::vector<u32> targets;
+    for (; blocks != 0; blocks &= blocks - 1) targets.push_back(block_in_cluster(u32(__builtin_ctz(blocks))));
+    load_tile_to(tile, map, full, rank, coords, targets, HERE);
 }
 
 }  // namespace emu

@@ -2,6 +2,8 @@
 // the PTX memory model, and nothing else, put it behind the accesses it conflicts with. The compiler's ThreadSanitizer
 // pass reports the accesses (__tsan_*, at the end); the clocks are kept here, because ThreadSanitizer's own runtime
 // knows one kind of happens-before and the device has one for each proxy.
+#include <algorithm>
+
 #include "machine.h"
 
 namespace emu {
@@ -16,8 +18,14 @@ struct Agent {
 const char kBulkCopy[] = "the async proxy";
 
 static std::vector<Agent> agents;
-static std::vector<Clocks> threads;  // what each thread knows to have happened
 static const u32 kNoAgent = ~0u;
+
+// What a thread knows to have happened, in each view, and its own epoch there.
+struct Thread {
+    SharedClock known[kNumViews];
+    u32 own[kNumViews] = {};
+};
+static std::vector<Thread> threads;
 
 void Clock::know(u32 agent, u32 epoch) {
     if (epochs.size() <= agent) epochs.resize(agent + 1);
@@ -31,64 +39,133 @@ void Clock::join(const Clock& other) {
     for (u32 i = 0; i < other.epochs.size(); ++i) mine[i] = mine[i] < theirs[i] ? theirs[i] : mine[i];
 }
 
-void Clocks::join(const Clocks& other) {
-    for (u32 view = 0; view < kNumViews; ++view) views[view].join(other.views[view]);
+void Clock::join(const SharedClock& other) {
+    if (other == last) return;
+    join(*other);
+    last = other;
 }
 
-void Clocks::clear() {
-    for (Clock& view : views) view.epochs.clear();
+static bool includes(const Clock& clock, const Clock& other) {
+    for (u32 i = 0; i < other.epochs.size(); ++i) {
+        if (!clock.knows(i, other.epochs[i])) return false;
+    }
+    return true;
 }
 
-static Clocks& clocks_of(const Fiber& fiber) { return threads[&fiber - machine.fibers.data()]; }
-
-static u32 epoch_of(u32 agent) { return threads[agent].views[kGenericView].epochs[agent]; }
-
-static void begin_epoch(const Fiber& fiber) {
-    const u32 agent = u32(&fiber - machine.fibers.data());
-    threads[agent].views[kGenericView].epochs[agent] += 1;
+// The lanes of a warp join the same clocks one after another: they get one result.
+static SharedClock joined(const SharedClock& a, const SharedClock& b) {
+    struct Join {
+        SharedClock a, b, result;
+    };
+    static Join recent[8];
+    static u32 next;
+    if (a == b || b == nullptr) return a;
+    for (const Join& join : recent) {
+        if (join.a == a && join.b == b) return join.result;
+    }
+    SharedClock result = a;
+    if (!includes(*a, *b)) {
+        auto both = std::make_shared<Clock>();
+        both->epochs = a->epochs;
+        both->join(*b);
+        result = both;
+    }
+    recent[next++ % 8] = {a, b, result};
+    return result;
 }
+
+static u32 agent_of(const Fiber& fiber) { return u32(&fiber - machine.fibers.data()); }
+
+static void begin_epoch(const Fiber& fiber) { threads[agent_of(fiber)].own[kGenericView] += 1; }
 
 void start_checking() {
     if (!machine.checked) return;
-    const u32 num_threads = u32(machine.fibers.size());
-    threads.resize(num_threads);
-    for (u32 i = 0; i < num_threads; ++i) {
+    threads.resize(machine.fibers.size());
+    const auto nothing = std::make_shared<const Clock>();
+    for (u32 i = 0; i < threads.size(); ++i) {
         agents.push_back({i, ""});
-        threads[i].views[kGenericView].know(i, 1);
+        for (SharedClock& known : threads[i].known) known = nothing;
+        threads[i].own[kGenericView] = 1;
     }
+}
+
+SharedClocks share(Clocks&& clocks) {
+    SharedClocks shared;
+    for (u32 view = 0; view < kNumViews; ++view) {
+        clocks.views[view].last.reset();
+        shared.views[view] = std::make_shared<const Clock>(std::move(clocks.views[view]));
+    }
+    return shared;
+}
+
+static void tell(const Fiber& fiber, View view, Clock& to) {
+    const u32 agent = agent_of(fiber);
+    to.join(threads[agent].known[view]);
+    to.know(agent, threads[agent].own[view]);
 }
 
 void release(const Fiber& fiber, Clocks& to) {
     if (!machine.checked) return;
-    to.join(clocks_of(fiber));
+    for (u32 view = 0; view < kNumViews; ++view) tell(fiber, View(view), to.views[view]);
     begin_epoch(fiber);
 }
 
-void acquire(const Fiber& fiber, const Clocks& from) {
-    if (machine.checked) clocks_of(fiber).join(from);
+void acquire(const Fiber& fiber, const SharedClocks& from) {
+    if (!machine.checked) return;
+    SharedClock* known = threads[agent_of(fiber)].known;
+    for (u32 view = 0; view < kNumViews; ++view) known[view] = joined(known[view], from.views[view]);
 }
 
 void meet_clocks(const std::vector<Fiber*>& fibers) {
     if (!machine.checked) return;
     Clocks all;
-    for (const Fiber* fiber : fibers) all.join(clocks_of(*fiber));
+    for (const Fiber* fiber : fibers) release(*fiber, all);
+    const SharedClocks shared = share(std::move(all));
     for (const Fiber* fiber : fibers) {
-        clocks_of(*fiber) = all;
-        begin_epoch(*fiber);
+        for (u32 view = 0; view < kNumViews; ++view) threads[agent_of(*fiber)].known[view] = shared.views[view];
     }
+}
+
+void release_generic(const Fiber& fiber, Clock& to) {
+    if (!machine.checked) return;
+    tell(fiber, kGenericView, to);
+    begin_epoch(fiber);
+}
+
+void acquire_generic(const Fiber& fiber, const Clock& from) {
+    if (!machine.checked) return;
+    SharedClock& known = threads[agent_of(fiber)].known[kGenericView];
+    if (includes(*known, from)) return;
+    auto both = std::make_shared<Clock>();
+    both->epochs = known->epochs;
+    both->join(from);
+    known = both;
 }
 
 // "A proxy fence is required to synchronize across different proxies": what this thread knows of the generic proxy, the
 // async proxy now knows.
 void fence_proxy(View view) {
     if (!machine.checked) return;
-    Clocks& mine = clocks_of(*machine.current);
-    mine.views[view].join(mine.views[kGenericView]);
+    Thread& self = threads[agent_of(*machine.current)];
+    self.known[view] = joined(self.known[view], self.known[kGenericView]);
+    self.own[view] = self.own[kGenericView];
     begin_epoch(*machine.current);
 }
 
+// What a check looks at: a view of a thread.
+struct Sight {
+    u32 agent, own;
+    const Clock& known;
+    bool knows(u32 other, u32 epoch) const { return other == agent ? own >= epoch : known.knows(other, epoch); }
+};
+
+static Sight sight_of(const Fiber& fiber, View view) {
+    const u32 agent = agent_of(fiber);
+    return {agent, threads[agent].own[view], *threads[agent].known[view]};
+}
+
 AsyncAgent new_agent(const char* kind) {
-    agents.push_back({u32(machine.current - machine.fibers.data()), kind});
+    agents.push_back({agent_of(*machine.current), kind});
     return {u32(agents.size() - 1), 1};
 }
 
@@ -100,48 +177,50 @@ void release_async(const AsyncAgent& agent, bool is_generic, Clocks& to) {
     to.views[kAsyncGlobalView].know(agent.index, agent.epoch);
 }
 
-void acquire_async(const Fiber& fiber, const AsyncAgent& agent) {
-    if (machine.checked) release_async(agent, false, clocks_of(fiber));
-}
-
-// Shadow of one byte: the last write, and what came after it.
+// What happened to a piece of memory: the last write, and what came after it.
 struct Record {
     u32 agent = kNoAgent, epoch = 0;
     u32 at = 0, caller = 0;  // addresses of code
 };
-struct LaterRecord : Record {
-    Access access;
-};
 struct Shadow {
     Record write;
-    std::vector<LaterRecord> later;  // plain reads, atomic loads, atomic stores
+    std::vector<Record> later[3];  // plain reads, atomic loads, atomic stores; each by agent
+    std::vector<Record>& since(Access access) { return later[access == Access::kRead ? 0 : u32(access) - 1]; }
 };
+struct Piece {
+    Shadow whole;
+    std::vector<Piece> parts;  // four instead, once a part was accessed by itself
+};
+constexpr u32 kPieceBytes = 16;
 struct Range {
     const u8* begin;
-    std::vector<Shadow> bytes;
+    u64 num_bytes;
+    std::vector<Piece> pieces;
 };
 static std::vector<Range> ranges;  // of the blocks, then of the writable arrays
 
 static void make_ranges() {
-    for (const Block& block : machine.blocks) ranges.push_back({block.shared, {}});
-    for (Range& range : ranges) range.bytes.resize(machine.shared_bytes);
+    for (const Block& block : machine.blocks) ranges.push_back({block.shared, machine.shared_bytes, {}});
     for (const Region& region : machine.regions) {
-        if (!region.writable) continue;
-        ranges.push_back({region.begin, {}});
-        ranges.back().bytes.resize(region.num_bytes);
+        if (region.writable) ranges.push_back({region.begin, region.num_bytes, {}});
     }
+    for (Range& range : ranges) range.pieces.resize((range.num_bytes + kPieceBytes - 1) / kPieceBytes);
 }
 
-static Shadow* shadow_of(const void* pointer, u32 num_bytes) {
+static Range* range_of(const u8* at, u32 num_bytes) {
     if (ranges.empty()) make_ranges();
-    const u8* at = static_cast<const u8*>(pointer);
     for (u32 i = 0; i < ranges.size(); ++i) {
-        Range& range = ranges[i];
-        if (at < range.begin || at + num_bytes > range.begin + range.bytes.size()) continue;
-        if (i < machine.blocks.size() && i != machine.current->block) {
-            fail("access to the shared memory of block %u", i);
+        if (at < ranges[i].begin || at + num_bytes > ranges[i].begin + ranges[i].num_bytes) continue;
+        const u32 own = machine.current->block;
+        if (i < machine.blocks.size() && i != own && machine.cluster_of(i) != machine.cluster_of(own)) {
+            fail("access to the shared memory of %s", block_name(i).c_str());
         }
-        return &range.bytes[at - range.begin];
+        return &ranges[i];
+    }
+    for (const Region& region : machine.regions) {
+        if (at < region.begin && at >= region.begin - region.lead) {
+            fail("access %lld bytes before %s", i64(region.begin - at), region.name.c_str());
+        }
     }
     return nullptr;  // an input, or of the thread alone
 }
@@ -190,51 +269,70 @@ void print_garbage() {
                 num_garbage, first_garbage.c_str());
 }
 
-// An access to `num_bytes` bytes. It must know of the writes before it in `writes`, and if it writes itself of the reads
-// before it in `reads`. False if it brings garbage.
-static bool access_bytes(const void* pointer, u32 num_bytes, Access access, const Record& now, const Clock& reads,
-                         const Clock& writes, bool is_thread) {
-    Shadow* shadow = shadow_of(pointer, num_bytes);
-    if (shadow == nullptr) return true;
-    bool is_ordered = true;
-    const auto check = [&](u32 i, const Record& before, Access access_before, const Clock& known) {
-        if (before.agent == kNoAgent || known.knows(before.agent, before.epoch)) return;
-        is_ordered = false;
-        report(static_cast<const u8*>(pointer) + i, now, access, before, access_before,
-               reads.knows(before.agent, before.epoch));
+// An access as the checks see it. It must know of the writes before it in `writes`, and if it writes itself of the reads
+// before it in `reads`.
+struct Checked {
+    Record now;
+    Access access;
+    Sight reads, writes;
+    bool is_ordered = true;  // so far; false: it brings garbage
+};
+
+static void check(Checked& c, const u8* at, const Record& before, Access access_before) {
+    const Sight& known = access_before == Access::kRead || access_before == Access::kAtomicLoad ? c.reads : c.writes;
+    if (before.agent == kNoAgent || known.knows(before.agent, before.epoch)) return;
+    c.is_ordered = false;
+    report(at, c.now, c.access, before, access_before, c.reads.knows(before.agent, before.epoch));
+}
+
+static void access_shadow(Checked& c, const u8* at, Shadow& shadow) {
+    const auto check_all = [&](Access before) {
+        for (const Record& record : shadow.since(before)) check(c, at, record, before);
     };
-    const bool is_atomic = access == Access::kAtomicLoad || access == Access::kAtomicStore;
-    for (u32 i = 0; i < num_bytes; ++i) {
-        Shadow& byte = shadow[i];
-        check(i, byte.write, Access::kWrite, writes);
-        if (access == Access::kWrite) {
-            for (const LaterRecord& r : byte.later) check(i, r, r.access, r.access == Access::kAtomicStore ? writes : reads);
-            byte.later.clear();
-            byte.write = now;
-            continue;
-        }
-        bool is_there = false;
-        for (u32 k = 0; k < byte.later.size();) {
-            LaterRecord& r = byte.later[k];
-            if (access == Access::kRead && r.access == Access::kAtomicStore) check(i, r, r.access, writes);
-            if (access == Access::kAtomicStore && r.access == Access::kRead) check(i, r, r.access, reads);
-            if (r.agent == now.agent && r.access == access) {
-                static_cast<Record&>(r) = now;
-                is_there = true;
-            } else if (r.access == Access::kRead && is_thread && !is_atomic && reads.knows(r.agent, r.epoch)) {
-                r = byte.later.back();  // who comes after this read comes after that one
-                byte.later.pop_back();
-                continue;
-            }
-            ++k;
-        }
-        if (!is_there) {
-            byte.later.emplace_back();
-            static_cast<Record&>(byte.later.back()) = now;
-            byte.later.back().access = access;
-        }
+    check(c, at, shadow.write, Access::kWrite);
+    if (c.access == Access::kWrite || c.access == Access::kAtomicStore) check_all(Access::kRead);
+    if (c.access == Access::kWrite) check_all(Access::kAtomicLoad);
+    if (c.access == Access::kWrite || c.access == Access::kRead) check_all(Access::kAtomicStore);
+    if (c.access == Access::kWrite) {
+        shadow = Shadow{c.now, {}};
+        return;
     }
-    return is_ordered;
+    std::vector<Record>& records = shadow.since(c.access);
+    const auto by_agent = [](const Record& record, u32 agent) { return record.agent < agent; };
+    const auto place = std::lower_bound(records.begin(), records.end(), c.now.agent, by_agent);
+    if (place != records.end() && place->agent == c.now.agent) {
+        *place = c.now;
+    } else {
+        records.insert(place, c.now);
+    }
+}
+
+// Bytes `first` .. `first + num` of a piece of `size` bytes at `at`.
+static void access_piece(Checked& c, const u8* at, Piece& piece, u32 size, u32 first, u32 num) {
+    const bool is_whole = num == size;
+    if (piece.parts.empty()) {
+        if (is_whole) return access_shadow(c, at, piece.whole);
+        piece.parts.assign(4, piece);
+    }
+    const u32 part = size / 4;
+    for (u32 begin = 0; begin < size; begin += part) {
+        const u32 from = first > begin ? first : begin, to = first + num < begin + part ? first + num : begin + part;
+        if (from < to) access_piece(c, at + begin, piece.parts[begin / part], part, from - begin, to - from);
+    }
+    if (is_whole && c.access == Access::kWrite) piece = Piece{{c.now, {}}, {}};
+}
+
+static bool access_bytes(const void* pointer, u32 num_bytes, Checked c) {
+    const u8* at = static_cast<const u8*>(pointer);
+    Range* range = range_of(at, num_bytes);
+    if (range == nullptr) return true;
+    for (u64 offset = at - range->begin, end = offset + num_bytes; offset < end;) {
+        const u32 first = u32(offset % kPieceBytes), left = u32(end - offset);
+        const u32 num = left < kPieceBytes - first ? left : kPieceBytes - first;
+        access_piece(c, range->begin + offset - first, range->pieces[offset / kPieceBytes], kPieceBytes, first, num);
+        offset += num;
+    }
+    return c.is_ordered;
 }
 
 static u32 code_address(const void* address) { return u32(reinterpret_cast<u64>(address)); }
@@ -243,47 +341,46 @@ static u32 caller_of(const Fiber& fiber) { return fiber.num_calls ? fiber.calls[
 
 void check_access(const void* pointer, u32 num_bytes, Access access, const void* at) {
     if (!machine.checked || machine.current == nullptr) return;
-    const u32 agent = u32(machine.current - machine.fibers.data());
-    const Clock& known = threads[agent].views[kGenericView];
-    const Record now{agent, epoch_of(agent), code_address(at), caller_of(*machine.current)};
-    access_bytes(pointer, num_bytes, access, now, known, known, true);
+    const Sight known = sight_of(*machine.current, kGenericView);
+    const Record now{known.agent, known.own, code_address(at), caller_of(*machine.current)};
+    access_bytes(pointer, num_bytes, {now, access, known, known});
 }
 
 // Asynchronous work is checked when it is issued, with what its thread knows then: it may happen from now on.
 bool check_async_access(const AsyncAgent& agent, const void* pointer, u32 num_bytes, Access access, View view,
                         const void* at) {
     if (!machine.checked) return true;
-    const Clocks& known = clocks_of(*machine.current);
     const Record now{agent.index, agent.epoch, code_address(at), caller_of(*machine.current)};
-    return access_bytes(pointer, num_bytes, access, now, known.views[kGenericView], known.views[view], false);
+    const Sight reads = sight_of(*machine.current, kGenericView), writes = sight_of(*machine.current, view);
+    return access_bytes(pointer, num_bytes, {now, access, reads, writes});
 }
 
 // Words that order memory. "A release pattern at a location is observed by an acquire pattern there, if their scopes
 // include each other"; read-modify-writes continue the release sequence, a relaxed store ends it. What another block's
 // async proxy knows does not travel: "when synchronizing threads are in different CTAs, the proxy fence must be in the
 // CTA of the non-generic operation" (Lustig et al., Mixed-proxy extensions for the PTX memory model, ISCA 2022).
-struct SyncWord {
-    Clock grid;                             // releases at gpu and sys scope
-    std::unordered_map<u32, Clock> blocks;  // at cta scope, by block
-};
+using SyncWord = std::map<std::pair<u32, Scope>, Clock>;  // what was released, by block and scope
 static std::unordered_map<const void*, SyncWord> sync_words;
+
+static bool synchronizes(u32 block, Scope scope, u32 other_block, Scope other_scope) {
+    if (block == other_block) return true;
+    const Scope narrower = scope < other_scope ? scope : other_scope;
+    if (machine.blocks[block].grid == machine.blocks[other_block].grid) return narrower >= kGpu;
+    return narrower == kSys;
+}
 
 void check_word(const u32* word, bool loads, bool stores, Order order, Scope scope, const void* at) {
     if (!machine.checked) return;
     check_access(word, 4, stores ? Access::kAtomicStore : Access::kAtomicLoad, at);
     const Fiber& self = *machine.current;
     SyncWord& sync = sync_words[word];
-    Clock& known = clocks_of(self).views[kGenericView];
     if (loads && (order == kAcquire || order == kAcqRel)) {
-        known.join(sync.grid);
-        known.join(sync.blocks[self.block]);
+        for (const auto& [from, clock] : sync) {
+            if (synchronizes(self.block, scope, from.first, from.second)) acquire_generic(self, clock);
+        }
     }
-    if (!stores) return;
-    if (!loads) sync = SyncWord{};
-    if (order == kRelease || order == kAcqRel) {
-        (scope == kCta ? sync.blocks[self.block] : sync.grid).join(known);
-        begin_epoch(self);
-    }
+    if (stores && !loads) sync.clear();
+    if (order == kRelease || order == kAcqRel) release_generic(self, sync[{self.block, scope}]);
 }
 
 }  // namespace emu

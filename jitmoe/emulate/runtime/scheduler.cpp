@@ -80,7 +80,6 @@ static std::priority_queue<Event> events;
 static u64 num_events, progress_at_retry = ~0ull;
 static void* main_stack_pointer;
 static void (*kernel)(const void*);
-static const void* kernel_params;
 
 static void switch_to(void** save, Fiber* next) {
     machine.current = next;
@@ -88,8 +87,8 @@ static void switch_to(void** save, Fiber* next) {
     if (next == nullptr) {
         emu_switch(save, main_stack_pointer);
     } else {
-        here.thread = next->thread;
-        here.block = next->block;
+        const Grid& grid = machine.grids[machine.blocks[next->block].grid];
+        here = {next->thread, next->block - grid.first_block, grid.num_blocks};
         emu_switch(save, next->stack_pointer);
     }
 }
@@ -99,7 +98,13 @@ std::string place_name(const Fiber& fiber) {
     for (const RoleRange& range : machine.roles) {
         if (range.begin <= fiber.warp() && fiber.warp() < range.end) role = range.name + " warp";
     }
-    return role + " " + std::to_string(fiber.warp()) + " of block " + std::to_string(fiber.block);
+    return role + " " + std::to_string(fiber.warp()) + " of " + block_name(fiber.block);
+}
+
+std::string block_name(u32 block) {
+    const u32 rank = machine.blocks[block].grid;
+    const std::string name = "block " + std::to_string(block - machine.grids[rank].first_block);
+    return machine.grids.size() == 1 ? name : name + " of rank " + std::to_string(rank);
 }
 
 void fail(const char* format, ...) {
@@ -136,6 +141,9 @@ static std::string describe(const Fiber& fiber) {
             std::snprintf(text, sizeof text, "named barrier %u: %u of %u threads arrived", w.a, arrived, w.b);
             return text;
         }
+        case Waiting::kCluster:
+            std::snprintf(text, sizeof text, "the barrier of its cluster, where %u threads are", num_at_cluster_barrier(w.a));
+            return text;
         case Waiting::kRegisters:
             std::snprintf(text, sizeof text, "registers: wants %u a thread, the block has %u left", w.a,
                           machine.blocks[fiber.block].free_regs);
@@ -190,7 +198,8 @@ static Fiber* pick() {
             nothing_ready();
         } else {
             const bool last = machine.random.below(100) < machine.locality_percent;
-            const u32 index = last ? ready.size() - 1 : machine.random.below(ready.size());
+            u32 index = last ? ready.size() - 1 : machine.random.below(ready.size());
+            for (u32 i = 0; i < 64 && ready[index]->is_starved; ++i) index = machine.random.below(ready.size());
             Fiber* fiber = ready[index];
             ready[index] = ready.back();
             ready.pop_back();
@@ -236,6 +245,8 @@ u64 clock_ns() {
     return machine.step * kClockStepNs + (machine.expired ? (machine.step - machine.stalled_at) << 24 : 0);
 }
 
+u64 clock_steps() { return machine.step; }
+
 void exit_thread() {
     Fiber* self = machine.current;
     self->state = Fiber::kExited;
@@ -247,7 +258,7 @@ void exit_thread() {
 }
 
 static void fiber_main() {
-    kernel(kernel_params);
+    kernel(machine.grids[machine.block().grid].params.get());
     exit_thread();
 }
 
@@ -255,32 +266,35 @@ static void fiber_main() {
 static void choose_manner() {
     static const u32 kSwitch[] = {2, 8, 64}, kLocality[] = {0, 50, 95}, kDelay[] = {16, 512, 16384};
     static const u32 kLate[] = {0, 50, 100};
+    static const u32 kStarved[] = {0, 0, 2, 16};
     machine.random.state = machine.seed;
     machine.switch_one_in = kSwitch[machine.random.below(3)];
     machine.locality_percent = kLocality[machine.random.below(3)];
     machine.max_delay = kDelay[machine.random.below(3)];
     machine.late_percent = kLate[machine.random.below(3)];
+    machine.starved_one_in = kStarved[machine.random.below(4)];
 }
 
-void start(void (*the_kernel)(const void*), const void* params) {
+void start(void (*the_kernel)(const void*)) {
     kernel = the_kernel;
-    kernel_params = params;
     choose_manner();
     const u32 num_fibers = machine.num_blocks * machine.num_threads;
     void* stacks = mmap(nullptr, num_fibers * (kStackBytes + kGuardBytes), PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (stacks == MAP_FAILED) fail("no memory for the stacks of %u threads", num_fibers);
     machine.fibers.resize(num_fibers);
+    bool is_starved = false;
     for (u32 i = 0; i < num_fibers; ++i) {
         u8* stack = static_cast<u8*>(stacks) + i * (kStackBytes + kGuardBytes);
         mprotect(stack, kGuardBytes, PROT_NONE);
         Fiber& fiber = machine.fibers[i];
         fiber.thread = i % machine.num_threads;
         fiber.block = i / machine.num_threads;
+        if (i % kWarpLanes == 0) is_starved = machine.starved_one_in && machine.random.one_in(machine.starved_one_in);
+        fiber.is_starved = is_starved;
         fiber.stack_pointer = new_stack_frame(stack + kGuardBytes + kStackBytes, fiber_main);
         ready.push_back(&fiber);
     }
-    here.num_blocks = machine.num_blocks;
     start_checking();
     switch_to(&main_stack_pointer, pick());
     machine.current = nullptr;

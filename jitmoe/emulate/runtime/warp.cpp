@@ -259,6 +259,7 @@ void lane_exited(Fiber& fiber) {
     block.num_live -= 1;
     finish_if_complete(fiber.block, fiber.warp());
     for (u32 id = 0; id < 16; ++id) complete_if_all_there(fiber.block, id);
+    complete_cluster(machine.cluster_of(fiber.block));
 }
 
 }  // namespace emu

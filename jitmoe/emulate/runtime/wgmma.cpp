@@ -1,5 +1,7 @@
 // Warpgroup matrix multiply-accumulate, asynchronous: it may read its operands and write its registers at any time
 // between the commit and the wait.
+#include <cmath>
+
 #include "machine.h"
 
 namespace emu {
@@ -75,30 +77,92 @@ static void check_descriptor(u64 descriptor, u32 rows, const char* name) {
     }
 }
 
+// Operands of a multiply: 16 rows of A by the warp, all of B, by depth.
+struct Operands {
+    u8 a[kRows][kDepth], b[kDepth][kMaxN];
+};
+
+static const Operands& load_operands(const WgmmaStream& stream, const Operation& operation) {
+    static Operands operands;
+    const Block& block = machine.blocks[stream.block];
+    for (u32 k = 0; k < kDepth; ++k) {
+        for (u32 r = 0; r < kRows; ++r) {
+            operands.a[r][k] = operand_chunk(block, operation.a, stream.warp % 4 * kRows + r, k / 16)[k % 16];
+        }
+        for (u32 column = 0; column < operation.n; ++column) {
+            operands.b[k][column] = operand_chunk(block, operation.b, column, k / 16)[k % 16];
+        }
+    }
+    return operands;
+}
+
 // Products of e4m3 are exact in double, and so is their sum; it is rounded to fp32 once.
-static void multiply(const WgmmaStream& stream, const Operation& operation) {
+static void multiply_exactly(const Operands& operands, u32 n, bool accumulate, Accumulators& accumulators) {
     static double value[256];
     if (value[1] == 0) {
         for (u32 code = 0; code < 256; ++code) value[code] = decode_e4m3(u8(code));
     }
-    const Block& block = machine.blocks[stream.block];
     static double b[kDepth][kMaxN];
-    for (u32 column = 0; column < operation.n; ++column) {
-        for (u32 k = 0; k < kDepth; ++k) {
-            b[k][column] = value[operand_chunk(block, operation.b, column, k / 16)[k % 16]];
-        }
+    for (u32 k = 0; k < kDepth; ++k) {
+        for (u32 column = 0; column < n; ++column) b[k][column] = value[operands.b[k][column]];
     }
     for (u32 r = 0; r < kRows; ++r) {
         double sums[kMaxN];
-        float* c = operation.accumulators->c[r];
-        for (u32 column = 0; column < operation.n; ++column) sums[column] = operation.accumulate ? c[column] : 0.0f;
+        float* c = accumulators.c[r];
+        for (u32 column = 0; column < n; ++column) sums[column] = accumulate ? c[column] : 0.0f;
         for (u32 k = 0; k < kDepth; ++k) {
-            const u32 row = stream.warp % 4 * kRows + r;
-            const double a = value[operand_chunk(block, operation.a, row, k / 16)[k % 16]];
-            for (u32 column = 0; column < operation.n; ++column) sums[column] += a * b[k][column];
+            const double a = value[operands.a[r][k]];
+            for (u32 column = 0; column < n; ++column) sums[column] += a * b[k][column];
         }
-        for (u32 column = 0; column < operation.n; ++column) c[column] = float(sums[column]);
+        for (u32 column = 0; column < n; ++column) c[column] = float(sums[column]);
     }
+}
+
+// What an H200 does, found by comparing 300,000 sums bit for bit: the 32 products and the accumulator are aligned to the
+// largest exponent among them, a product's being the sum of its factors' (-6 for subnormals); 13 bits after the leading
+// one are kept of each, and of their sum; the rest is cut off.
+static void multiply_as_hardware(const Operands& operands, u32 n, bool accumulate, Accumulators& accumulators) {
+    constexpr int kFraction = 13, kNone = -100000;
+    struct Parts {
+        int mantissa, exponent;  // value = mantissa * 2^(exponent - 3)
+    };
+    static Parts parts[256];
+    if (parts[1].mantissa == 0) {
+        for (u32 code = 0; code < 256; ++code) {
+            const int exponent = code >> 3 & 15, mantissa = int(code & 7) + (exponent ? 8 : 0);
+            parts[code] = {code & 0x80 ? -mantissa : mantissa, (exponent ? exponent : 1) - 7};
+        }
+    }
+    const auto exponent_of = [](double x) { return x == 0 ? kNone : std::ilogb(x); };
+    for (u32 r = 0; r < kRows; ++r) {
+        for (u32 column = 0; column < n; ++column) {
+            float& c = accumulators.c[r][column];
+            const double before = accumulate ? c : 0.0f;
+            bool is_nan = !std::isfinite(before);
+            int top = exponent_of(before);
+            for (u32 k = 0; k < kDepth; ++k) {
+                const u8 code_a = operands.a[r][k], code_b = operands.b[k][column];
+                const Parts a = parts[code_a], b = parts[code_b];
+                is_nan = is_nan || (code_a & 0x7f) == 0x7f || (code_b & 0x7f) == 0x7f;
+                if (a.mantissa * b.mantissa != 0 && a.exponent + b.exponent > top) top = a.exponent + b.exponent;
+            }
+            i64 units = i64(std::ldexp(before, kFraction - top));
+            for (u32 k = 0; k < kDepth; ++k) {
+                const Parts a = parts[operands.a[r][k]], b = parts[operands.b[k][column]];
+                const int shift = top - (a.exponent + b.exponent) - (kFraction - 6);
+                const int product = a.mantissa * b.mantissa;
+                units += shift <= 0 ? product * (1 << -shift) : shift < 16 ? product / (1 << shift) : 0;
+            }
+            const int spare = units == 0 ? 0 : exponent_of(double(units)) - kFraction;
+            if (spare > 0) units = units / (1 << spare) * (1 << spare);
+            c = is_nan ? __builtin_nanf("") : float(std::ldexp(double(units), top - kFraction));
+        }
+    }
+}
+
+static void multiply(const WgmmaStream& stream, const Operation& operation) {
+    const auto how = machine.hardware_sums ? multiply_as_hardware : multiply_exactly;
+    how(load_operands(stream, operation), operation.n, operation.accumulate, *operation.accumulators);
 }
 
 static void execute(WgmmaStream& stream, u32 end) {
@@ -228,7 +292,12 @@ static void finish_wait(Block&, Warp& warp, Fiber* lanes) {
     execute(s, s.first + s.operations.size() - keep);
     for (; s.operations.size() > keep; s.operations.pop_front(), ++s.first) {
         const Operation& o = s.operations.front();
-        for (u32 lane = 0; o.is_commit && lane < kWarpLanes; ++lane) acquire_async(lanes[lane], o.agent);
+        if (machine.checked && o.is_commit) {
+            Clocks read;
+            release_async(o.agent, false, read);
+            const SharedClocks group = share(std::move(read));
+            for (u32 lane = 0; lane < kWarpLanes; ++lane) acquire(lanes[lane], group);
+        }
         bool last = !o.is_commit;
         for (u32 idx = 1; idx < s.operations.size(); ++idx) last = last && s.operations[idx].accumulators != o.accumulators;
         if (!last) continue;
