@@ -17,7 +17,7 @@ if num_devices() == 0:
 
 import cupy  # noqa: E402
 
-from jitmoe.demo_gpu import oracle_namespace  # noqa: E402
+from jitmoe.measure import oracle_namespace  # noqa: E402
 
 xp = oracle_namespace()
 num_tokens, hidden, intermediate, num_experts, top_k = 64, 2048, 768, 128, 8

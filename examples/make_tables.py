@@ -1,63 +1,22 @@
-"""Makes the figures of README.md from examples/records/*.jsonl; figures are never typed.
+"""Makes the figures of README.md from examples/records; figures are never typed.
 
     python examples/make_tables.py            rewrite the part between the figures marks
     python examples/make_tables.py --check    say whether it is up to date (exit 1 if not)
 
-A line of a record is one measured point. Of points that differ only in when they were measured the
-latest counts.
+A line of a *.jsonl is one measured point. Of points that differ only in when they were measured the
+latest counts. A *-peers.toml holds what others reach.
 """
 
-import json
 import sys
 from pathlib import Path
 
+from jitmoe.bench.records import Comparison, compare, latest, load, published
+
 ROOT = Path(__file__).resolve().parents[1]
+RECORDS = ROOT / "examples" / "records"
+PICTURE = "examples/records/speed.svg"
 BEGIN, END = "<!-- figures:begin -->", "<!-- figures:end -->"
 NOTHING = "No measurement is recorded yet."
-
-# A table has one GPU, one layer, one way of calling; its rows are token counts.
-TABLE = (
-    "bench",
-    "format",
-    "shape",
-    "hidden",
-    "intermediate",
-    "num_experts",
-    "top_k",
-    "num_ranks",
-    "mode",
-    "gpu",
-)
-REQUIRED = (*TABLE, "num_tokens", "us_median", "date", "command")
-
-
-def load(folder: Path) -> list[dict]:
-    """Every record, in the order of files and lines. Raises ValueError naming file and line."""
-    rows = []
-    for path in sorted(folder.glob("*.jsonl")):
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{path.name}:{number}: not JSON: {error}") from None
-            missing = [name for name in REQUIRED if name not in row]
-            if missing:
-                raise ValueError(f"{path.name}:{number}: lacks {', '.join(missing)}")
-            rows.append(row)
-    return rows
-
-
-def latest(rows: list[dict]) -> dict[tuple, list[dict]]:
-    """Rows by table, sorted by token count, one for each."""
-    newest: dict[tuple, dict] = {}
-    for row in sorted(rows, key=lambda row: row["date"]):  # stable: a later line wins on a tie
-        newest[tuple(row[name] for name in (*TABLE, "num_tokens"))] = row
-    tables: dict[tuple, list[dict]] = {}
-    for row in sorted(newest.values(), key=lambda row: row["num_tokens"]):
-        tables.setdefault(tuple(row[name] for name in TABLE), []).append(row)
-    return dict(sorted(tables.items(), key=lambda item: list(map(str, item[0]))))
 
 
 def flop(row: dict) -> int:
@@ -98,31 +57,73 @@ def cells(row: dict) -> dict[str, str]:
         "re-quantised": number(row.get("rel_error_requantized"), ".2e"),
         "host us": number(row.get("host_us")),
     }
-    peers = {name: peer for name, peer in (row.get("peers") or {}).items() if peer}
-    out |= {name: number(peer) for name, peer in peers.items()}
-    out["us / best peer"] = number(us / min(peers.values()), ".2f") if peers else ""
     return out
 
 
 def table(rows: list[dict]) -> str:
     first = rows[0]
     texts = [cells(row) for row in rows]
-    own = [name for name in texts[0] if name not in (first.get("peers") or {})]
-    peers = sorted({name for row in rows for name in (row.get("peers") or {})})
-    columns = [*own[:-1], *peers, own[-1]]
-    columns = [name for name in columns if any(text.get(name) for text in texts)]
+    columns = [name for name in texts[0] if any(text[name] for text in texts)]
     ranks = f", {first['num_ranks']} ranks" if first["num_ranks"] != 1 else ""
-    lines = [
-        f"#### {first['bench']} {first['format']}, {first['shape']}{ranks}, {first['mode']}",
-        "",
-        f"{first['num_experts']} experts, hidden {first['hidden']}, intermediate "
-        f"{first['intermediate']}, top_k {first['top_k']}; {conditions(rows)}",
-        "",
+    ways = [first[name] for name in ("routing", "heat") if first[name] not in ("uniform", "cool")]
+    name = first["bench"] if first["method"] == "jitmoe" else first["method"]
+    return "\n".join(
+        [
+            f"#### {name} {first['format']}, {first['shape']}{ranks}, "
+            f"{', '.join([first['mode'], *ways])}",
+            "",
+            f"{first['num_experts']} experts, hidden {first['hidden']}, intermediate "
+            f"{first['intermediate']}, top_k {first['top_k']}; {conditions(rows)}",
+            "",
+            *markdown(columns, texts),
+        ]
+    )
+
+
+def markdown(columns: list[str], texts: list[dict[str, str]]) -> list[str]:
+    return [
         f"| {' | '.join(columns)} |",
         f"|{'---:|' * len(columns)}",
+        *(f"| {' | '.join(text[name] for name in columns)} |" for text in texts),
     ]
-    lines += [f"| {' | '.join(text.get(name, '') for name in columns)} |" for text in texts]
-    return "\n".join(lines)
+
+
+def comparison_table(shape: str, points: list[Comparison]) -> str:
+    texts = [
+        {
+            "tokens": f"{point.num_tokens:,}",
+            "us": f"**{number(point.us)}**",
+            "best peer us": number(point.best_us),
+            "best peer": point.best_peer,
+            "us / best peer": number(point.of_best, ".2f"),
+            "target us": number(point.target_us),
+            "us / target": number(point.of_target, ".2f"),
+            "floor us": number(point.floor_us),
+            "floor / us": number(point.floor_us / point.us, ".2f"),
+        }
+        for point in points
+    ]
+    columns = [name for name in texts[0] if any(text[name] for text in texts)]
+    return "\n".join([f"#### {shape} beside the best peer", "", *markdown(columns, texts)])
+
+
+def comparisons(rows: list[dict], figures: dict, picture: bool) -> list[str]:
+    """The tables of ours beside the best block-FP8 peer, with what was compared above them."""
+    tables = [
+        comparison_table(shape, points)
+        for shape, points in compare(rows, figures).items()
+        if points
+    ]
+    if not tables:
+        return []
+    scales = [p.scale for points in compare(rows, figures).values() for p in points]
+    text = (
+        f"Peers with block scales, on one {figures['gpu']}, driver {figures['driver']}, "
+        f"{figures['date']}: {figures['method']}. Ratios are of our time times "
+        f"{min(scales):.3f} to {max(scales):.3f}: the rates of our card in our run over theirs."
+    )
+    image = [f"![Microseconds by tokens: ours, the best peer, the floor]({PICTURE})"]
+    return [text, *image * picture, *tables]
 
 
 def conditions(rows: list[dict]) -> str:
@@ -131,7 +132,11 @@ def conditions(rows: list[dict]) -> str:
     parts = [last["gpu"]]
     if last.get("driver"):
         parts.append(f"driver {last['driver']}")
-    for name, unit in (("copy_gbps", "GB/s copied"), ("fp8_tflops", "FP8 TFLOP/s")):
+    for name, unit in (
+        ("read_gbps", "GB/s read"),
+        ("copy_gbps", "GB/s copied"),
+        ("fp8_tflops", "FP8 TFLOP/s"),
+    ):
         values = [row[name] for row in rows if row.get(name)]
         if values:
             low, high = number(min(values)), number(max(values))
@@ -141,18 +146,21 @@ def conditions(rows: list[dict]) -> str:
     return ", ".join(parts) + "; " + ", ".join(f"`{command}`" for command in commands)
 
 
-def figures(rows: list[dict]) -> str:
-    tables = [table(part) for part in latest(rows).values()]
-    return "\n\n".join(tables) if tables else NOTHING
+def figures(rows: list[dict], peers: list[dict], picture: bool) -> str:
+    parts = comparisons(rows, peers[-1], picture) if peers else []
+    parts += [table(part) for part in latest(rows).values()]
+    return "\n\n".join(parts) if parts else NOTHING
 
 
-def updated(readme: str, rows: list[dict]) -> str:
-    """`readme` with its figures made anew. Raises ValueError if it lacks the marks."""
+def updated(readme: str, rows: list[dict], peers: list[dict] = (), picture: bool = False) -> str:
+    """`readme` with its figures made anew: from rows, the published figures of peers, and with the
+    picture if there is one. Raises ValueError if it lacks the marks.
+    """
     before, begin, rest = readme.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"README.md must hold {BEGIN} and, after it, {END}")
-    return f"{before}{BEGIN}\n\n{figures(rows)}\n\n{END}{after}"
+    return f"{before}{BEGIN}\n\n{figures(rows, peers, picture)}\n\n{END}{after}"
 
 
 def main(args: list[str]) -> int:
@@ -162,7 +170,7 @@ def main(args: list[str]) -> int:
     path = ROOT / "README.md"
     old = path.read_text(encoding="utf-8")
     try:
-        new = updated(old, load(ROOT / "examples" / "records"))
+        new = updated(old, load(RECORDS), published(RECORDS), (ROOT / PICTURE).is_file())
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1

@@ -11,6 +11,8 @@ from jitmoe.plan.plan import PlanError
 from jitmoe.plan.problem import MoeProblem
 from jitmoe.run.driver import DriverError
 from jitmoe.run.workspace import CaptureError, DeviceTimeout, Workspace
+from jitmoe.traced import trace
+from jitmoe.tracing.trace import Trace
 from jitmoe.weights import ExpertWeights
 
 __all__ = [
@@ -22,8 +24,10 @@ __all__ = [
     "MegaMoePlan",
     "MoeProblem",
     "PlanError",
+    "Trace",
     "Workspace",
     "mega_moe",
+    "trace",
     "warmup",
     "workspace_bytes",
 ]

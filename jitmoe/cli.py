@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 from typer.core import TyperGroup
 
+from jitmoe.cli_bench import bench
 from jitmoe.cli_cache import app as cache_app
 from jitmoe.cli_emulate import emulate
 from jitmoe.cli_layer import (
@@ -30,6 +31,7 @@ from jitmoe.cli_layer import (
     layer_shape,
     title,
 )
+from jitmoe.cli_trace import trace
 
 TokenCount = Annotated[int, typer.Option(help="Tokens of a call.")]
 Gpu = Annotated[
@@ -225,3 +227,5 @@ def demo(
 
 
 app.command()(emulate)
+app.command()(bench)
+app.command()(trace)

@@ -7,6 +7,9 @@ from dataclasses import replace
 from rich.console import Console
 
 from jitmoe import measure
+from jitmoe.bench import methods
+from jitmoe.bench.points import calls_per_graph
+from jitmoe.bench.trial import Protocol, trial
 from jitmoe.plan import heuristics
 from jitmoe.plan.models import ModelShape
 from jitmoe.plan.problem import MoeProblem
@@ -63,10 +66,12 @@ def _measure(console: Console, layer: MoeProblem, gpu, kind, weights, first) -> 
     """Check one call, time several, print the line."""
     calls = [
         measure.random_call(layer, seed, bf16=kind == "bf16", outliers=4)
-        for seed in range(measure.calls_per_graph(layer.num_tokens))
+        for seed in range(calls_per_graph(layer.num_tokens))
     ]
-    errors = measure.check(layer, calls[0], weights[0], first)
-    us = measure.measure(layer, calls, weights).median
+    method = methods.of_jitmoe(layer, calls, weights)
+    result = trial(method, methods.JITMOE, measure.references(calls[0], first), Protocol())
+    errors = result.errors
+    us = result.times["cool"].median if result.times else float("nan")
     floor = heuristics.floor(layer, gpu)
     gbps = floor.memory_us * gpu.read_gbps / us
     console.print(

@@ -34,11 +34,24 @@ def run(
         out = np.empty((num_tokens, weights.hidden), dtype)
     if not out.flags.writeable:
         raise ValueError("out must be writable, got a read-only array; copy it")
-    if num_tokens == 0:
-        return out
+    if num_tokens > 0:
+        launch(plan, x, x_scale, topk_ids, topk_weights, weights, out)
+    return out
+
+
+def launch(
+    plan: MegaMoePlan,
+    x: np.ndarray,
+    x_scale: np.ndarray | None,
+    topk_ids: np.ndarray,
+    topk_weights: np.ndarray,
+    weights: ExpertWeights,
+    out: np.ndarray,
+) -> EmulatedLayer:
+    """One launch into `out`; returns what it ran on, which keeps the stamps of a traced plan."""
     w13, w2, w13_scale, w2_scale = weights.tensors
     layer = Layer(w13, w13_scale, w2, w2_scale)
-    emulated = EmulatedLayer(plan, layer, max_tokens=num_tokens, num_blocks=NUM_BLOCKS)
+    emulated = EmulatedLayer(plan, layer, max_tokens=len(x), num_blocks=NUM_BLOCKS)
     rows = _unsigned(x)
     if x_scale is not None:
         # The emulator's memory begins where an array does.
@@ -46,7 +59,7 @@ def run(
     if topk_weights.dtype != np.float32:
         topk_weights = _unsigned(topk_weights)
     _unsigned(out)[...] = emulated(rows, topk_ids, topk_weights, timeout_s=TIMEOUT_S)
-    return out
+    return emulated
 
 
 def _unsigned(array: np.ndarray) -> np.ndarray:

@@ -1,20 +1,13 @@
-"""Calls of the layer on a GPU with random data: checked by the oracle and timed.
-
-Time is that of a captured CUDA graph of several calls, each with tokens, routing and output of its
-own, over several sets of weights in turn, so that weights come from memory and not from the L2
-cache.
-"""
+"""Random weights and calls of the layer on a GPU, and errors of their results by the oracle."""
 
 from __future__ import annotations
 
 import importlib
-import statistics
-import time
 from functools import cache
 from typing import NamedTuple
 
 from jitmoe import reference
-from jitmoe.fp8 import decode_bf16, encode_bf16, quantize_tokens
+from jitmoe.fp8 import encode_bf16, quantize_tokens
 from jitmoe.fused import mega_moe
 from jitmoe.plan.problem import MoeProblem
 from jitmoe.run.workspace import Workspace
@@ -22,7 +15,6 @@ from jitmoe.weights import ExpertWeights
 
 MAX_WEIGHT_SETS = 4
 SPARE_BYTES = 6 << 30  # for x, y, the workspace and the oracle
-COOL_S = 0.2  # pause before a replay of 512 tokens and more: continuous work lowers the clock
 # Bounds of the relative error: the format's own noise, and rounding where the kernel rounds too.
 EXACT_BOUND, REQUANTIZED_BOUND = 2.6e-2, 5e-3
 
@@ -60,13 +52,13 @@ class Errors(NamedTuple):
         return self.exact <= EXACT_BOUND and self.requantized <= REQUANTIZED_BOUND
 
 
-class Times(NamedTuple):
-    """Microseconds of a call: of graph replays, and of the host for an eager call."""
+class References(NamedTuple):
+    """What a call should give, float64 [num_tokens, hidden]: by the formula, and by the oracle that
+    re-quantises between the GEMMs.
+    """
 
-    median: float
-    p10: float
-    p90: float
-    host: float
+    exact: object
+    requantized: object
 
 
 def weight_sets(layer: MoeProblem, outliers: int = 0):
@@ -87,13 +79,24 @@ def weight_sets(layer: MoeProblem, outliers: int = 0):
     return [ExpertWeights(s.w13, s.w2, s.w13_scale, s.w2_scale) for s in sets], first
 
 
-def random_call(layer: MoeProblem, seed: int, *, bf16: bool = False, outliers: int = 0) -> Call:
-    """x ~ N(0, 1), top k of N(0, 1) scores, their softmax as router weights."""
+def random_call(
+    layer: MoeProblem,
+    seed: int,
+    *,
+    bf16: bool = False,
+    outliers: int = 0,
+    routing: str = "uniform",
+    zipf_exponent: float = 1.0,
+) -> Call:
+    """x ~ N(0, 1) and a routing of `reference.random_tokens`; x as codes and scales, or as bf16."""
     import cupy
 
-    routing = "uniform" if layer.top_k <= layer.num_experts else "duplicates"
+    if routing == "uniform" and layer.top_k > layer.num_experts:
+        routing = "duplicates"
     sizes = (layer.num_tokens, layer.hidden, layer.num_experts, layer.top_k)
-    tokens = reference.random_tokens(*sizes, seed, routing=routing, xp=cupy, outliers=outliers)
+    tokens = reference.random_tokens(
+        *sizes, seed, routing, cupy, outliers=outliers, zipf_exponent=zipf_exponent
+    )
     codes, scale = quantize_tokens(tokens.x, cupy)
     x = encode_bf16(tokens.x, cupy) if bf16 else (codes, scale)
     return Call(x, codes, scale, tokens.topk_ids, tokens.topk_weights)
@@ -106,89 +109,23 @@ def poisoned(layer: MoeProblem):
     return cupy.full((layer.num_tokens, layer.hidden), 0xFFFF, cupy.uint16)
 
 
-def check(layer: MoeProblem, call: Call, weights: ExpertWeights, codes: reference.Layer) -> Errors:
-    """One call into a poisoned output, against both oracles."""
-    import cupy
-
-    workspace = Workspace(weights.device)
-    y = call.launch(weights, workspace, poisoned(layer))
-    cupy.cuda.get_current_stream().synchronize()
-    workspace.check()
-    return errors(y, call, codes)
-
-
-def errors(y, call: Call, codes: reference.Layer) -> Errors:
-    """Errors of `y` as the output of `call` with the weights `codes`."""
+def references(call: Call, codes: reference.Layer) -> References:
+    """What `call` should give with the weights `codes`."""
     xp = oracle_namespace()
     inputs = (call.codes, call.scale, call.topk_ids, call.topk_weights, *codes)
-    exact = reference.relative_error(y, reference.mega_moe(*inputs, requantize=False, xp=xp), xp)
-    ref = reference.mega_moe(*inputs, requantize=True, xp=xp)
-    return Errors(exact, reference.relative_error(y, ref, xp), reference.worst_element(y, ref, xp))
+    return References(
+        *(reference.mega_moe(*inputs, requantize=requantize, xp=xp) for requantize in (False, True))
+    )
 
 
-def calls_per_graph(num_tokens: int) -> int:
-    return 8 if num_tokens <= 128 else 4 if num_tokens <= 512 else 2
-
-
-def measure(
-    layer: MoeProblem, calls: list[Call], weights: list[ExpertWeights], replays=12
-) -> Times:
-    """Times of a call in a captured graph of all `calls`, and of the host for an eager one."""
-    import cupy
-
-    stream = cupy.cuda.Stream(non_blocking=True)
-    workspace = Workspace(weights[0].device)
-    outs = [poisoned(layer) for _ in calls]
-    cupy.cuda.Device().synchronize()
-
-    def run():
-        for i, (call, out) in enumerate(zip(calls, outs, strict=True)):
-            call.launch(weights[i % len(weights)], workspace, out, stream)
-
-    with stream:
-        run()
-        stream.synchronize()
-        host = []
-        for _ in range(20):
-            start = time.perf_counter()
-            calls[0].launch(weights[0], workspace, outs[0], stream)
-            host.append((time.perf_counter() - start) * 1e6)
-        stream.begin_capture()
-        run()
-        graph = stream.end_capture()
-        for out in outs:
-            out.fill(0xFFFF)
-        times = []
-        for _ in range(replays + 2):
-            if layer.num_tokens >= 512:
-                time.sleep(COOL_S)
-            begin, end = cupy.cuda.Event(), cupy.cuda.Event()
-            begin.record(stream)
-            graph.launch(stream)
-            end.record(stream)
-            end.synchronize()
-            times.append(cupy.cuda.get_elapsed_time(begin, end) * 1e3 / len(calls))
-    workspace.check()
-    assert all(bool(cupy.isfinite(decode_bf16(out, cupy)).all()) for out in outs), "poison is left"
-    deciles = statistics.quantiles(times[2:], n=10)
-    return Times(statistics.median(times[2:]), deciles[0], deciles[-1], statistics.median(host))
-
-
-def copy_gbps(num_bytes: int = 4 << 30) -> float:
-    """Device-to-device copy in GB/s, bytes read and written, median of 5."""
-    import cupy
-
-    source, target = (cupy.empty(num_bytes, cupy.uint8) for _ in range(2))
-    source.fill(1)
-    times = []
-    for _ in range(6):
-        begin, end = cupy.cuda.Event(), cupy.cuda.Event()
-        begin.record()
-        target[...] = source
-        end.record()
-        end.synchronize()
-        times.append(cupy.cuda.get_elapsed_time(begin, end) * 1e-3)
-    return 2 * num_bytes / statistics.median(times[1:]) * 1e-9
+def errors(y, refs: References) -> Errors:
+    """Errors of `y`, bf16 bits [num_tokens, hidden]."""
+    xp = oracle_namespace()
+    return Errors(
+        reference.relative_error(y, refs.exact, xp),
+        reference.relative_error(y, refs.requantized, xp),
+        reference.worst_element(y, refs.requantized, xp),
+    )
 
 
 # C = A @ B in float64, B transposed or not by its strides. Slow, and enough for an oracle.

@@ -69,7 +69,7 @@ def prepare(
     prepared = known[workspace.serial] = Prepared(
         kernel,
         params,
-        tuple(memory[name] for name in _SCRATCH + _CONTROL),
+        tuple(memory[name] for name in (*_SCRATCH, *["trace"] * plan.trace, *_CONTROL)),
         (w13_scale.ptr, w2_scale.ptr),
         (w13_scale.strides[0], w2_scale.strides[0], w13_scale.strides[1], w2_scale.strides[1]),
         workspace.bank_words(plan),

@@ -195,11 +195,13 @@ def random_tokens(
     routing: str = "uniform",
     xp=np,
     outliers: int = 0,
+    zipf_exponent: float = 1.0,
 ) -> Tokens:
     """x from N(0, 1), `outliers` channels of it 30 times as large, and a routing with its weights.
 
     routing  uniform     top k of N(0, 1) scores, weighted by the softmax of their scores
-             zipf        distinct experts drawn with probability proportional to 1 / (1 + expert)
+             zipf        distinct experts drawn with probability proportional to
+                         (1 + expert) ** -zipf_exponent
              hot_expert  uniform, but the middle expert is among every token's
              one_expert  the middle expert in slot 0 of every token, the other slots unused
              unused      uniform, then a sixth of the slots is -1, a sixth past the last expert
@@ -221,7 +223,8 @@ def random_tokens(
     scores = rng.standard_normal((num_tokens, num_experts), dtype=xp.float32)
     if routing == "zipf":  # the largest of log(p) + Gumbel noise are a draw without replacement
         noise = -xp.log(rng.standard_exponential((num_tokens, num_experts)))
-        scores = (noise - xp.log(xp.arange(1, num_experts + 1))).astype(xp.float32)
+        log_ranks = xp.log(xp.arange(1, num_experts + 1))
+        scores = (noise - zipf_exponent * log_ranks).astype(xp.float32)
     order = -scores
     if routing in ("hot_expert", "one_expert"):
         order[:, num_experts // 2] = -xp.inf

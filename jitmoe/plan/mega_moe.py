@@ -7,7 +7,7 @@ from functools import cached_property
 
 from jitmoe.plan.gpu import KERNEL_ARCHS, GpuSpec
 from jitmoe.plan.memory_map import MemoryMap, Region, align, ceil_div
-from jitmoe.plan.plan import Param, Plan, PlanError, Role
+from jitmoe.plan.plan import WARP_THREADS, Param, Plan, PlanError, Role
 from jitmoe.plan.problem import QUANT_GROUP, MoeProblem
 
 
@@ -20,6 +20,8 @@ class MegaMoePlan(Plan):
              math warpgroups split the rows. Token rows are gathered where they lie.
     prefill  tokens are the 64-row operand; each warpgroup takes 64 tokens of its own. Token rows
              are first copied into a pool, sorted by expert, which TMA reads.
+
+    With `trace`, every warp stamps what it does and when into a ring of global memory.
     """
 
     bucket: str
@@ -33,12 +35,15 @@ class MegaMoePlan(Plan):
     math_regs: int
     unroll_k: int
     num_task_slots: int = 2
+    trace: bool = False
 
     name = "mega_moe"
     block_rows = 256
     block_k = QUANT_GROUP
     num_gather_warps = 2
     num_math_warps = 8
+    trace_capacity = 8192  # stamps of a warp that are kept, the newest
+    trace_blocks = 144  # rings for the SMs of a full GH100
 
     @property
     def split_tokens(self) -> bool:
@@ -102,7 +107,7 @@ class MegaMoePlan(Plan):
             # One block of w13_scale can hold the end of gate and the start of up.
             "up_block_offset": self.intermediate // QUANT_GROUP,
             "up_block_rest": self.intermediate % QUANT_GROUP,
-        }
+        } | ({"trace_capacity": self.trace_capacity} if self.trace else {})
 
     @cached_property
     def smem(self) -> MemoryMap:
@@ -140,6 +145,9 @@ class MegaMoePlan(Plan):
                 ),
                 Region("local_rows", "u16", (self.num_local_pairs,), 4, "head -> schedule"),
             ]
+        if self.trace:
+            warps = self.num_threads // WARP_THREADS
+            regions.append(Region("trace_next", "u32", (warps,), 4, "a warp's own"))
         return MemoryMap(tuple(regions))
 
     @property
@@ -176,8 +184,14 @@ class MegaMoePlan(Plan):
                 Region("mid", "u8", (rows, c["mid_stride"]), 256),
                 Region("mid_scale", "f32", (self.num_k_blocks_2, rows), 256),
                 Region("slices", "u16", (pairs, self.hidden), 256),
+                *([self.trace_rings(self.trace_blocks)] if self.trace else []),
             )
         )
+
+    def trace_rings(self, num_blocks: int) -> Region:
+        """A traced kernel's stamps, of 4 words, by block and warp: templates/device/stamps.cuh."""
+        warps = self.num_threads // WARP_THREADS
+        return Region("trace", "u32", (num_blocks, warps, self.trace_capacity, 4), 256)
 
     def bank_words(self, num_tokens: int) -> int:
         """32-bit words of one bank of counters; the header is described in
@@ -225,6 +239,7 @@ class MegaMoePlan(Plan):
             Param("mid", "u8*", "scratch"),
             Param("mid_scale", "float*", "scratch, [group][row]"),
             Param("slices", "u16*", "scratch, [num_tokens, top_k, hidden] bf16"),
+            *([Param("trace", "uint4*", "scratch, [block][warp][stamp]")] if self.trace else []),
             Param("header", "u32*", "control"),
             Param("banks", "u32*", "control"),
             Param("combine_count", "u32*", "control, [num_tokens, num_tiles_2]"),
@@ -263,9 +278,10 @@ class MegaMoePlan(Plan):
             )
         if self.num_task_slots < 2:
             raise PlanError(f"claiming ahead needs 2 task slots, got {self.num_task_slots}")
-        if not 0 <= self.num_local_pairs <= 65_535:
+        if not self.split_tokens and not 1 <= self.num_local_pairs <= 65_535:
             raise PlanError(
-                f"local rows are 16-bit pair numbers, got room for {self.num_local_pairs:,}"
+                "rows are sorted locally by 16-bit pair numbers: room for 1 to 65,535 of them, "
+                f"got {self.num_local_pairs:,}"
             )
         if not 1 <= self.unroll_k <= 8:
             raise PlanError(f"unroll_k must be from 1 to 8 k-blocks, got {self.unroll_k}")

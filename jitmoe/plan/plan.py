@@ -81,7 +81,7 @@ class Plan:
         Register counts are left out: they are printed with the roles.
         """
         own = {f.name: getattr(self, f.name) for f in fields(self) if not f.name.endswith("_regs")}
-        own = {name: value for name, value in own.items() if isinstance(value, int)}
+        own = {name: int(value) for name, value in own.items() if isinstance(value, int)}
         return own | {"num_threads": self.num_threads} | self.derived_constants
 
     def check(self, gpu: GpuSpec) -> None:

@@ -1,5 +1,5 @@
 // Waits with a budget. On expiry the first thread to give up records who waited for what in the status words, and
-// every thread that still waits leaves: no trap, the context survives. Relies on types.cuh, memory.cuh and Params.
+// every thread that still waits leaves: no trap, the context survives. Relies on memory.cuh, Params and stamps.cuh.
 
 // What can be awaited; run/workspace.py holds the sentences.
 enum Wait : u32 {
@@ -30,12 +30,19 @@ DEVICE void give_up(const Params& p, Wait what, u32 index, u32 expected) {
 
 // Polls until `poll()` is true. `index` and `expected` go to the message.
 template <typename Poll>
-DEVICE void wait_until(const Params& p, Wait what, u32 index, u32 expected, Poll poll) {
-    if (poll()) return;
+DEVICE void poll_until(const Params& p, Wait what, u32 index, u32 expected, Poll poll) {
+    trace_begin(p, kEventWait + what, index, expected);
     const u32 start = global_timer_us();
     for (u32 polls = 1; !poll(); ++polls) {
         if (polls % 128 != 0) continue;
         const bool expired = global_timer_us() - start > p.timeout_us;
         if (expired || load_relaxed_gpu(p.header + kHeaderAbort) != 0) give_up(p, what, index, expected);
     }
+    trace_end(p, kEventWait + what);
+}
+
+// The same after a first look, which mostly is enough.
+template <typename Poll>
+DEVICE void wait_until(const Params& p, Wait what, u32 index, u32 expected, Poll poll) {
+    if (!poll()) poll_until(p, what, index, expected, poll);
 }

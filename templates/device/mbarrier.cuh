@@ -37,15 +37,34 @@ DEVICE bool try_wait(u64* barrier, u32 parity) {
     return done != 0;
 }
 
+// The same, but never sleeps: a first look by try_wait could take long and yet be no event.
+DEVICE bool test_wait(u64* barrier, u32 parity) {
+    u32 done;
+    asm volatile(
+        "{\n"
+        ".reg .pred complete;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 complete, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, complete;\n"
+        "}"
+        : "=r"(done)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+    return done != 0;
+}
+
 DEVICE void wait_barrier(const Params& p, Wait what, u64* barrier, u32 index, u32 parity) {
-    wait_until(p, what, index, parity, [&] { return try_wait(barrier, parity); });
+    const auto poll = [&] { return try_wait(barrier, parity); };
+    if (!(kTrace ? test_wait(barrier, parity) : poll())) poll_until(p, what, index, parity, poll);
 }
 
 // The same while WGMMAs are in flight. No path out of the kernel here: ptxas would serialise them (C7518).
 // NOTE: when the budget is spent it returns all the same. The roles that owe the phase wait as long and report; should
 // they be served in the last moment, this launch's results are wrong and nobody says so.
-DEVICE void wait_in_flight(const Params& p, u64* barrier, u32 parity) {
+DEVICE void wait_in_flight(const Params& p, u64* barrier, u32 index, u32 parity) {
+    const bool is_event = kTrace && !test_wait(barrier, parity);
+    if (is_event) trace_begin(p, kEventWait + kWaitStageFull, index, parity);
     const u32 start = global_timer_us();
     while (!try_wait(barrier, parity) && global_timer_us() - start <= p.timeout_us) {
     }
+    if (is_event) trace_end(p, kEventWait + kWaitStageFull);
 }

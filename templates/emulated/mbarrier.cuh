@@ -13,12 +13,18 @@ DEVICE void arrive_after_copies(u64* barrier) { emu::arrive_after_copies(barrier
 
 DEVICE bool try_wait(u64* barrier, u32 parity) { return emu::try_wait(barrier, parity); }
 
+DEVICE bool test_wait(u64* barrier, u32 parity) { return emu::test_wait(barrier, parity); }
+
 DEVICE void wait_barrier(const Params& p, Wait what, u64* barrier, u32 index, u32 parity) {
-    wait_until(p, what, index, parity, [&] { return try_wait(barrier, parity); });
+    const auto poll = [&] { return try_wait(barrier, parity); };
+    if (!(kTrace ? test_wait(barrier, parity) : poll())) poll_until(p, what, index, parity, poll);
 }
 
-DEVICE void wait_in_flight(const Params& p, u64* barrier, u32 parity) {
+DEVICE void wait_in_flight(const Params& p, u64* barrier, u32 index, u32 parity) {
+    const bool is_event = kTrace && !test_wait(barrier, parity);
+    if (is_event) trace_begin(p, kEventWait + kWaitStageFull, index, parity);
     const u32 start = global_timer_us();
     while (!try_wait(barrier, parity) && global_timer_us() - start <= p.timeout_us) {
     }
+    if (is_event) trace_end(p, kEventWait + kWaitStageFull);
 }

@@ -13,6 +13,7 @@ DEVICE void role_feed(const Params& p, Smem& smem, const Head& head) {
         const Task task = next_task(p, smem, slot);
         free_task(smem, slot);
         if (task.phase == kDone) return;
+        trace_task(p, task);
         if (task.phase == kGemm2) {
             wait_for_mid(p, head, task.block);
             fence_async_global();
@@ -34,6 +35,7 @@ DEVICE void role_feed(const Params& p, Smem& smem, const Head& head) {
             for (u32 i = 0; i < 3; ++i) copy_4_async(&smem.weight_scales[ring.stage][i], weight_scales[i] + k);
             arrive_after_copies(full);
         }
+        trace_end(p, kEventTask);
     }
 }
 

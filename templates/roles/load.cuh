@@ -9,6 +9,7 @@ DEVICE void role_load(const Params& p, Smem& smem, const Head&) {
         const Task task = next_task(p, smem, slot);
         free_task(smem, slot);
         if (task.phase == kDone) return;
+        trace_task(p, task);
         const u32 num_blocks_k = num_k_blocks(task);
         for (u32 k = 0; k < num_blocks_k; ++k, ring.advance()) {
             u64* full = &smem.full[ring.stage];
@@ -21,5 +22,6 @@ DEVICE void role_load(const Params& p, Smem& smem, const Head&) {
                 load_tile_3d(tile, &p.w2_map, full, k * kBlockK, task.tile * kBlockRows, task.expert);
             }
         }
+        trace_end(p, kEventTask);
     }
 }

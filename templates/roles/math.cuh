@@ -77,6 +77,11 @@ struct Promotion {
     }
 };
 
+// Pairs with role_load and with role_gather or role_feed.
+DEVICE void wait_for_stage(const Params& p, Smem& smem, const Ring<kNumStages>& ring) {
+    wait_barrier(p, kWaitStageFull, &smem.full[ring.stage], ring.stage, ring.parity());
+}
+
 // kUnroll k-blocks, each kNumRowBlocks blocks of 64 weight rows. Two accumulators alternate: the tensor cores fill one
 // while the other is promoted. The last wait leaves nothing in flight, else ptxas serialises the loop around this
 // (C7514).
@@ -93,10 +98,9 @@ DEVICE void multiply(const Params& p, Smem& smem, Ring<kNumStages>& ring, const 
         if (step < kSteps) {
             const u32 m = step % kNumRowBlocks;
             if (step == 0) {
-                // Pairs with role_load and with role_gather or role_feed.
-                wait_barrier(p, kWaitStageFull, &smem.full[ring.stage], ring.stage, ring.parity());
+                wait_for_stage(p, smem, ring);
             } else if (m == 0) {
-                wait_in_flight(p, &smem.full[ring.stage], ring.parity());
+                wait_in_flight(p, &smem.full[ring.stage], ring.stage, ring.parity());
             }
             if (m == 0) {
                 if constexpr (!kSplitTokens)
@@ -142,12 +146,17 @@ DEVICE void run_tile(const Params& p, Smem& smem, Ring<kNumStages>& ring, const 
     float sums[kNumRowBlocks][N / 2] = {};
     const Operands at = find_operands(smem, task, share);
     u32 k = num_k_blocks(task);
+    // Ahead of the loop, so that the event begins with a multiply.
+    if constexpr (kTrace) wait_for_stage(p, smem, ring);
+    trace_begin(p, kEventMma, task.phase);
 #pragma unroll 1
     for (; k >= kUnroll; k -= kUnroll) multiply<N, kUnroll>(p, smem, ring, at, sums);
     if constexpr (kUnroll > 1) {
 #pragma unroll 1
         for (; k > 0; --k) multiply<N, 1>(p, smem, ring, at, sums);
     }
+    trace_end(p, kEventMma);
+    trace_begin(p, kEventEpilogue);
     // Read again rather than kept in registers over the main loop.
     const Task same = read_task(smem, slot);
     const Share same_share = find_share(same);
@@ -157,12 +166,13 @@ DEVICE void run_tile(const Params& p, Smem& smem, Ring<kNumStages>& ring, const 
     } else {
         store_slices<N>(p, smem, same, same_share, pairs, sums);
     }
+    trace_end(p, kEventEpilogue);
 }
 
 // A warpgroup without tokens still consumes the ring.
 DEVICE void skip_tile(const Params& p, Smem& smem, Ring<kNumStages>& ring, const Task& task) {
     for (u32 k = num_k_blocks(task); k > 0; --k, ring.advance()) {
-        wait_barrier(p, kWaitStageFull, &smem.full[ring.stage], ring.stage, ring.parity());
+        wait_for_stage(p, smem, ring);
         sync_warp();
         if (lane_idx() == 0) arrive(&smem.empty[ring.stage]);
     }
@@ -176,6 +186,7 @@ DEVICE void role_math(const Params& p, Smem& smem, const Head& head) {
         {
             const Task task = next_task(p, smem, slot);
             if (task.phase == kDone) return;
+            trace_task(p, task);
             const Share share = find_share(task);
             if (share.num_tokens == 0) {
                 skip_tile(p, smem, ring, task);
@@ -195,9 +206,12 @@ DEVICE void role_math(const Params& p, Smem& smem, const Head& head) {
             amax_parity ^= 1;
             publish_mid(p, head, task, share);
         } else {
+            trace_begin(p, kEventCombine);
             combine_tokens(p, task, share, smem.task_rows[slot.stage] + share.first_token,
                            smem.task_used[slot.stage] + share.first_token);
+            trace_end(p, kEventCombine);
         }
+        trace_end(p, kEventTask);
         free_task(smem, slot);
     }
 }

@@ -42,6 +42,10 @@ DEVICE Task decode_task(const Smem& smem, u32 index) {
     return {phase, low, index / unit_blocks, row_start, num_rows, first + block};
 }
 
+DEVICE void trace_task(const Params& p, const Task& task) {
+    trace_begin(p, kEventTask, task.phase << 31 | task.expert << 16 | task.tile, task.block);
+}
+
 DEVICE void role_schedule(const Params& p, Smem& smem, const Head& head) {
     const u32 lane = lane_idx();
     const u32 num_tasks = smem.block_start[kNumExperts] * (kNumTiles1 + kNumTiles2);
@@ -52,6 +56,7 @@ DEVICE void role_schedule(const Params& p, Smem& smem, const Head& head) {
         Task task{kDone, 0, 0, 0, 0, 0};
         if (index < num_tasks) {
             task = decode_task(smem, index);
+            trace_task(p, task);
             for (u32 i = lane; i < task.num_rows; i += kWarpThreads) {
                 const u32 pair = pair_of_row(p, smem, head, task.row_start + i);
                 smem.task_rows[slot.stage][i] = pair;
@@ -69,6 +74,7 @@ DEVICE void role_schedule(const Params& p, Smem& smem, const Head& head) {
         }
         arrive(&smem.task_full[slot.stage]);  // every lane, for what it wrote; pairs with next_task
         if (task.phase == kDone) return;
+        trace_end(p, kEventTask);
         slot.advance();
         // The first task of a CTA is its index, the others are claimed.
         if (lane == 0) index = num_blocks() + fetch_add_relaxed_gpu(counter(p, head, kBankTask), 1);

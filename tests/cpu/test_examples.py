@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import json
+import math
 import os
 import re
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 import jitmoe
 from jitmoe import settings
+from jitmoe.bench import records
 from jitmoe.plan.models import MODELS
 from jitmoe.report import limits
 
@@ -162,11 +164,15 @@ def test_snippets_use_what_exists(snippet):
 # README: figures
 
 
-def make_tables():
-    spec = importlib.util.spec_from_file_location("make_tables", ROOT / "examples/make_tables.py")
+def example(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"examples/{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def make_tables():
+    return example("make_tables")
 
 
 def record(num_tokens=8, us=300.0, date="2026-11-29", **changes):
@@ -187,13 +193,31 @@ def record(num_tokens=8, us=300.0, date="2026-11-29", **changes):
         "floor_us": 283.0,
         "copy_gbps": 4273.0,
         "rel_error": 2.25e-2,
-        "peers": {"deep_gemm": 333.0, "triton": 334.0},
         "gpu": "NVIDIA H200",
         "driver": "580.1",
         "date": date,
         "command": "jitmoe bench",
     }
-    return row | changes
+    return records.DEFAULTS | row | changes
+
+
+PUBLISHED = {
+    "date": "2026-11-28",
+    "gpu": "NVIDIA H200",
+    "driver": "580.1",
+    "method": "graphs",
+    "tokens": [1, 8, 8192],
+    "ceilings": {"copy_gbps": 4273.0, "fp8_tflops": 1450.0},
+    "shapes": {
+        "S1": {
+            "floor": [75.9, 283, 4009],
+            "target": [84, 305, 4300],
+            "block_fp8": {"Alpha": [93.0, 327, math.nan], "DeepGEMM": [112, 357, 5068]},
+            "other": {"bf16": [1.0, 1.0, 1.0]},
+        },
+        "S2": {"floor": [8.1, 53, 430], "block_fp8": {"Alpha": [22.0, 72.3, 1649]}},
+    },
+}
 
 
 def test_figures_are_up_to_date():
@@ -205,32 +229,87 @@ def test_tables():
     rows = [
         record(8, 310.0, date="2026-11-28"),
         record(8, 305.0),
-        record(1, 84.0, peers={"alpha": 93.0}),
-        record(8, 20.0, mode="eager", peers={}, rel_error=None),
+        record(1, 84.0),
+        record(8, 20.0, mode="eager", rel_error=None),
+        record(8, 400.0, method="torch"),
+        record(8, method="broken", status="failed", us_median=None),
+        record(8, 330.0, heat="hot"),
+        record(8, 110.0, routing="zipf"),
     ]
     text = module.updated(f"a\n{module.BEGIN}\nold\n{module.END}\nb\n", rows)
     assert text.startswith("a\n") and text.endswith("\nb\n") and "old" not in text
-    assert (
-        "| 8 | **305** | 304 to 306 | 18.5 | 283 | 0.93 | 2.25e-02 |  | 333 | 334 | 0.92 |" in text
-    )
-    assert "| 1 | **84** | 83 to 85 | 8.39 | 283 | 3.37 | 2.25e-02 | 93 |  |  | 0.90 |" in text
+    assert "| 8 | **305** | 304 to 306 | 18.5 | 283 | 0.93 | 2.25e-02 |" in text
+    assert "| 1 | **84** | 83 to 85 | 8.39 | 283 | 3.37 | 2.25e-02 |" in text
     assert "310" not in text, "the latest counts"
     assert text.index("| 1 |") < text.index("| 8 | **305**")
-    assert "| alpha | deep_gemm | triton | us / best peer |" in text
+    assert "#### torch fp8, S1, graph\n" in text and "broken" not in text
+    assert "S1, graph, hot" in text and "S1, graph, zipf" in text
     assert "S1, eager" in text and "2026-11-29; `jitmoe bench`" in text
     eager = text.split("S1, eager")[1].split("####")[0]
-    assert "peer" not in eager and "relative error" not in eager, "empty columns are left out"
+    assert "relative error" not in eager, "empty columns are left out"
     assert module.updated(text, rows) == text, "making them twice changes nothing"
+
+
+def test_comparison():
+    module = make_tables()
+    rows = [
+        record(1, 84.0, copy_gbps=4230.27),  # a card that is 1 % slower
+        record(8, 305.0),
+        record(8, 310.0, routing="zipf"),
+        record(8192, 5000.0, floor_us=4009.0, fp8_tflops=1595.0),  # and one 10 % faster
+        record(8, 320.0, method="sgl", is_block_fp8=True),
+        record(8, 100.0, method="bf16", is_block_fp8=False),
+        record(128, 1.0, shape="S3"),
+    ]
+    points = records.compare(rows, PUBLISHED)
+    assert points["S2"] == []
+    one, eight, many = points["S1"]
+    assert (one.best_peer, one.of_best) == ("Alpha", pytest.approx(0.99 * 84 / 93))
+    assert (eight.best_peer, eight.of_target) == ("sgl, measured here", 1.0)
+    assert eight.of_best == 305 / 320
+    assert (many.best_peer, many.of_best) == ("DeepGEMM", pytest.approx(1.1 * 5000 / 5068))
+    text = "\n\n".join(module.comparisons(rows, PUBLISHED, picture=True))
+    assert "| 1 | **84** | 93 | Alpha | 0.89 | 84 | 0.99 | 283 | 3.37 |" in text
+    assert f"]({module.PICTURE})" in text and "S2" not in text
+    assert module.PICTURE not in "".join(module.comparisons(rows, PUBLISHED, picture=False))
+    assert module.comparisons([], PUBLISHED, picture=True) == []
+
+
+def test_published_figures_are_whole():
+    for figures in records.published(ROOT / "examples/records"):
+        for shape, part in figures["shapes"].items():
+            columns = [part["floor"], part["target"], *part["block_fp8"].values()]
+            columns += part["other"].values()
+            assert {len(column) for column in columns} == {len(figures["tokens"])}, shape
+            best = [min(us) for us in zip(*part["block_fp8"].values(), strict=True)]
+            assert all(f < t < b for f, t, b in zip(*columns[:2], best, strict=True)), shape
+
+
+def test_picture(tmp_path):
+    pytest.importorskip("matplotlib", reason="the picture needs the bench extra")
+    picture = example("make_picture")
+    rows = [record(1, 84.0), record(8, 305.0), record(1, 20.0, shape="S2")]
+    comparisons = records.compare(rows, PUBLISHED)
+    assert picture.series(comparisons["S1"]) == {
+        "jitmoe": [84.0, 305.0],
+        "best block-FP8 peer": [93.0, 327],
+        "floor": [283.0, 283.0],
+    }
+    for name in ("a.svg", "b.svg"):
+        picture.draw(comparisons, tmp_path / name)
+    drawn = (tmp_path / "a.svg").read_text()
+    assert drawn == (tmp_path / "b.svg").read_text()
+    assert all(word in drawn for word in ("S1", "S2", "microseconds", *picture.LINES))
 
 
 def test_tables_of_bad_records(tmp_path):
     module = make_tables()
-    assert module.figures([]) == module.NOTHING
+    assert module.figures([], [], picture=True) == module.NOTHING
     with pytest.raises(ValueError, match="README.md must hold"):
         module.updated("no marks", [])
     (tmp_path / "a.jsonl").write_text(json.dumps(record()) + "\n\n{}\n")
     with pytest.raises(ValueError, match="a.jsonl:3: lacks bench"):
-        module.load(tmp_path)
+        records.load(tmp_path)
     (tmp_path / "a.jsonl").write_text("{")
     with pytest.raises(ValueError, match="a.jsonl:1: not JSON"):
-        module.load(tmp_path)
+        records.load(tmp_path)

@@ -23,6 +23,9 @@ JITMOE_ARROWS = {
     "jit": {"plan", "settings", "jit"},
     "run": {"plan", "jit", "settings", "run"},
     "emulate": {"plan", "jit", "settings", "reference", "emulate"},
+    "tracing": {"plan", "jit", "tracing"},
+    "peers": {"peers"},
+    "bench": {"plan", "jit", "run", "fp8", "reference", "weights", "measure", "peers", "bench"},
 }
 PACKAGES = {
     "settings.py": set(),
@@ -30,14 +33,39 @@ PACKAGES = {
     "jit": {"numpy", "jinja2", "cuda"},
     "run": {"numpy", "cupy", "cuda", "ml_dtypes", "torch"},
     "emulate": {"numpy", "ml_dtypes", "ziglang"},
+    "tracing": {"numpy", "matplotlib"},
+    "peers": {"torch", "triton", "transformers", "deep_gemm"},
+    "bench": {"numpy", "cupy", "torch"},
 }
 TOP_PACKAGES = {"numpy", "ml_dtypes", "rich", "typer", "cupy", "torch", "cuda"}
-LATE = {"cupy", "cuda", "torch"}
+LATE = {"cupy", "cuda", "torch", "transformers", "deep_gemm", "matplotlib"}
 # Modules of a folder, each of which imports only those before it.
 ORDER = {
     "plan": ["problem", "models", "gpu", "memory_map", "plan", "mega_moe", "heuristics"],
     "jit": ["params", "render", "nvrtc", "cache", "store", "build"],
     "run": ["driver", "arrays", "launch", "tma", "workspace"],
+    "peers": [
+        "peer",
+        "weights",
+        "steps",
+        "torch_grouped_mm",
+        "torch_scaled_grouped_mm",
+        "transformers_grouped_mm",
+        "sgl_mega_moe",
+    ],
+    "bench": [
+        "points",
+        "work",
+        "times",
+        "ceilings",
+        "methods",
+        "trial",
+        "rows",
+        "session",
+        "conditions",
+        "records",
+    ],
+    "tracing": ["events", "summary", "perfetto", "plot", "trace"],
 }
 MODULE_LINES, ROOM_LINES, ROLE_LINES = 300, 80, 350
 LONGER_MODULES: dict[str, int] = {}

@@ -1,0 +1,135 @@
+"""jitmoe and its peers as the same thing: calls that can be enqueued, captured and replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from jitmoe import reference
+from jitmoe.measure import Call, poisoned
+from jitmoe.peers.peer import Peer
+from jitmoe.plan.problem import MoeProblem
+from jitmoe.run.workspace import Workspace
+from jitmoe.weights import ExpertWeights
+
+# 2.2e-2 to 2.4e-2 is the format's own noise, a little more where few elements average.
+JITMOE = Peer("jitmoe", is_block_fp8=True, max_error=3e-2)
+
+
+@dataclass(frozen=True)
+class Method:
+    """Several calls on a stream of their own, over sets of weights in turn.
+
+    stream     CuPy stream
+    num_calls  how many
+    call       call(i) enqueues call number i and returns y
+    capture    () -> (launch, ys): launch() enqueues all calls as one graph, ys are their outputs
+    bits       bits(y) is y as a CuPy array of bf16 bits, a view
+    check      raises what the method has to say of calls that have run
+    """
+
+    stream: object
+    num_calls: int
+    call: Callable[[int], object]
+    capture: Callable[[], tuple[Callable[[], None], list]]
+    bits: Callable[[object], object]
+    check: Callable[[], None]
+
+
+def of_jitmoe(layer: MoeProblem, calls: list[Call], weights: list[ExpertWeights]) -> Method:
+    """Our kernel; outputs start poisoned."""
+    import cupy
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    workspace = Workspace(weights[0].device)
+    ys = [poisoned(layer) for _ in calls]
+    cupy.cuda.Device().synchronize()
+
+    def call(i):
+        calls[i].launch(weights[i % len(weights)], workspace, ys[i], stream)
+        return ys[i]
+
+    def capture():
+        with stream:
+            stream.begin_capture()
+            for i in range(len(calls)):
+                call(i)
+            graph = stream.end_capture()
+        return lambda: graph.launch(stream), ys
+
+    return Method(stream, len(calls), call, capture, lambda y: y, workspace.check)
+
+
+def of_peer(layer: MoeProblem, calls: list[Call], prepared: list[Callable]) -> Method:
+    """A peer: what its `prepare` returned for each set of weights."""
+    import cupy
+    import torch
+
+    torch_stream = torch.cuda.Stream()
+    stream = cupy.cuda.ExternalStream(torch_stream.cuda_stream)
+    arguments = [_torch_arguments(layer, call) for call in calls]
+    cupy.cuda.Device().synchronize()
+
+    def run(i):
+        return prepared[i % len(prepared)](*arguments[i])
+
+    def call(i):
+        with _on(torch_stream):
+            return run(i)
+
+    def capture():
+        graph = torch.cuda.CUDAGraph()
+        with torch.no_grad(), torch.cuda.graph(graph, stream=torch_stream):
+            ys = [run(i) for i in range(len(calls))]
+
+        def launch():
+            with _on(torch_stream):
+                graph.replay()
+
+        return launch, ys
+
+    return Method(stream, len(calls), call, capture, _bits, lambda: None)
+
+
+def prepare_peer(module, weights: list[ExpertWeights]) -> list[Callable]:
+    """A peer's calls for each set of weights, in its own layout."""
+    import torch
+
+    with torch.no_grad():
+        return [module.prepare(_torch_layer(one)) for one in weights]
+
+
+@contextmanager
+def _on(stream):
+    import torch
+
+    with torch.no_grad(), torch.cuda.stream(stream):
+        yield
+
+
+def _torch_layer(weights: ExpertWeights) -> reference.Layer:
+    import torch
+
+    w13, w2, w13_scale, w2_scale = map(torch.from_dlpack, weights.tensors)
+    e4m3 = torch.float8_e4m3fn
+    return reference.Layer(w13.view(e4m3), w13_scale, w2.view(e4m3), w2_scale)
+
+
+def _torch_arguments(layer: MoeProblem, call: Call) -> tuple:
+    import cupy
+    import torch
+
+    is_used = (call.topk_ids >= 0) & (call.topk_ids < layer.num_experts)
+    ids = cupy.where(is_used, call.topk_ids, cupy.int32(-1))
+    arrays = (call.codes, call.scale, ids, call.topk_weights)
+    codes, *rest = map(torch.from_dlpack, arrays)
+    return codes.view(torch.float8_e4m3fn), *rest
+
+
+def _bits(y):
+    """torch bf16 as the CuPy array of its bits."""
+    import cupy
+    import torch
+
+    return cupy.from_dlpack(y.view(torch.int16)).view(cupy.uint16)

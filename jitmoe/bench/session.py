@@ -1,0 +1,187 @@
+"""All points of a run: ours, then each peer, layer by layer, as rows. Needs a Hopper GPU."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from types import ModuleType
+
+from jitmoe import measure, peers
+from jitmoe.bench import ceilings, methods
+from jitmoe.bench.points import ZIPF_EXPONENT, Points, calls_per_graph
+from jitmoe.bench.rows import Point, Rates, rows_of
+from jitmoe.bench.trial import Protocol, Result, trial
+from jitmoe.bench.work import mean_work, work_of
+from jitmoe.jit.build import build_many
+from jitmoe.peers.peer import Peer
+from jitmoe.plan import heuristics
+from jitmoe.plan.gpu import GpuSpec
+from jitmoe.plan.problem import MoeProblem
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """What all layers of a run share; `deadline` is of time.monotonic()."""
+
+    points: Points
+    protocol: Protocol
+    gpu: GpuSpec
+    peers: list[ModuleType]
+    ceilings: dict[str, ceilings.Ceilings]
+    deadline: float
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() > self.deadline
+
+    def rows(self, point: Point, peer: Peer, result: Result) -> list[dict]:
+        rates = Rates(self.gpu.read_gbps, self.gpu.fp8_tflops)
+        return rows_of(point, peer, result, rates, self.ceilings)
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A point with its calls and what the first of them should give."""
+
+    point: Point
+    calls: list[measure.Call]
+    references: measure.References
+
+
+def run(
+    points: Points,
+    protocol: Protocol,
+    gpu: GpuSpec,
+    *,
+    with_peers: bool = False,
+    time_limit_s: float | None = None,
+    say: Callable[[str], None] = print,
+) -> Iterator[dict]:
+    """Rows as they are measured, without the conditions.
+
+    with_peers    time those that are available too
+    time_limit_s  start no further point after so long
+    say           gets the sentences that are no rows
+    """
+    deadline = time.monotonic() + (time_limit_s or float("inf"))
+    _build_in_background(points, gpu)
+    found = _available(say) if with_peers else []
+    roofs = {heat: ceilings.measure(heat) for heat in protocol.heats}
+    for heat, roof in roofs.items():
+        say(_ceilings_line(heat, roof))
+    setting = _Setting(points, protocol, gpu, found, roofs, deadline)
+    num_left = len(points)
+    for name, layer in points.layers.items():
+        if not setting.is_over:
+            num_left -= yield from _layer_rows(name, layer, setting)
+            _free()
+    if num_left:
+        say(f"the time limit of {time_limit_s:g} s was reached: {num_left} points are left out")
+
+
+def _layer_rows(name: str, layer: MoeProblem, setting: _Setting):
+    """Yields rows, returns how many points they are of."""
+    num_points = 0
+    weights, codes = measure.weight_sets(layer)
+    prepared = []
+    for num_tokens in setting.points.tokens:
+        if setting.is_over:
+            break
+        sized = replace(layer, num_tokens=num_tokens)
+        ready = _prepare(name, sized, len(weights), codes, setting)
+        method = methods.of_jitmoe(sized, ready.calls, weights)
+        result = trial(method, methods.JITMOE, ready.references, setting.protocol)
+        yield from setting.rows(ready.point, methods.JITMOE, result)
+        num_points += 1
+        if setting.peers:
+            prepared.append(ready)
+    for module in setting.peers:
+        for ready, result in _peer_results(module, prepared, weights, setting):
+            yield from setting.rows(ready.point, module.PEER, result)
+        _free()
+    return num_points
+
+
+def _build_in_background(points: Points, gpu: GpuSpec) -> None:
+    """Kernels of all layers, while weights and ceilings are made; calls wait for their own."""
+    plans = [p for x in points.layers.values() for p in heuristics.plans_of_model(x, gpu).values()]
+    threading.Thread(target=lambda: list(build_many(plans)), daemon=True).start()
+
+
+def _available(say: Callable[[str], None]) -> list[ModuleType]:
+    found = []
+    for module in peers.peers():
+        reason = module.available()
+        if reason is None:
+            found.append(module)
+        else:
+            say(f"peer left out: {module.PEER.name}: {reason}")
+    return found
+
+
+def _ceilings_line(heat: str, roof: ceilings.Ceilings) -> str:
+    gemm = (
+        f"not measured: {roof.skipped}"
+        if roof.skipped
+        else f"{roof.fp8_tflops:,.0f} TFLOP/s, {roof.fp8_fast_tflops:,.0f} with fast accumulation"
+    )
+    return (
+        f"ceilings of this run, {heat}: read {roof.read_gbps:,.0f} GB/s, copy "
+        f"{roof.copy_gbps:,.0f} GB/s, FP8 GEMM {gemm}"
+    )
+
+
+def _prepare(name: str, layer: MoeProblem, num_sets: int, codes, setting: _Setting) -> _Prepared:
+    import cupy
+
+    routing = setting.points.routing
+    calls = [
+        measure.random_call(layer, seed, routing=routing, zipf_exponent=ZIPF_EXPONENT)
+        for seed in range(calls_per_graph(layer.num_tokens))
+    ]
+    work = mean_work(work_of(layer, cupy.asnumpy(call.topk_ids)) for call in calls)
+    is_cold = work.weight_bytes * min(num_sets, len(calls)) > setting.gpu.l2_bytes
+    point = Point(name, layer, routing, work, num_sets, is_cold)
+    return _Prepared(point, calls, measure.references(calls[0], codes))
+
+
+def _peer_results(module: ModuleType, prepared: list[_Prepared], weights, setting: _Setting):
+    """(point, result) of a peer for each point; its failure is a result."""
+    own_weights, failure = _attempt(partial(methods.prepare_peer, module, weights))
+    for ready in prepared:
+        if setting.is_over:
+            yield ready, Result("skipped", "the time limit was reached")
+        elif failure:
+            yield ready, failure
+        else:
+            result, failed = _attempt(partial(_peer_trial, module, ready, own_weights, setting))
+            yield ready, result or failed
+
+
+def _peer_trial(module: ModuleType, ready: _Prepared, own_weights, setting: _Setting) -> Result:
+    method = methods.of_peer(ready.point.layer, ready.calls, own_weights)
+    return trial(method, module.PEER, ready.references, setting.protocol)
+
+
+def _attempt(function: Callable):
+    """(what it returns, None) or (None, the result of a method that failed)."""
+    try:
+        return function(), None
+    except Exception as error:  # whatever a peer raises must not end the run
+        text = str(error).strip().splitlines()
+        return None, Result("failed", f"{type(error).__name__}: {text[0] if text else ''}")
+
+
+def _free() -> None:
+    """Give memory back that one library holds and another may want."""
+    import cupy
+
+    gc.collect()
+    cupy.get_default_memory_pool().free_all_blocks()
+    if "torch" in sys.modules:
+        sys.modules["torch"].cuda.empty_cache()

@@ -1,0 +1,86 @@
+"""One method at one point: checked against the oracle, and timed if it is right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jitmoe import measure
+from jitmoe.bench import times
+from jitmoe.bench.methods import Method
+from jitmoe.fp8 import decode_bf16
+from jitmoe.peers.peer import Peer
+
+IDLE_TOKENS = 512  # from here on a burst works hard enough to heat the card
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """heats: of `times.HEATS`; num_bursts: samples of each median."""
+
+    heats: tuple[str, ...] = ("cool",)
+    num_bursts: int = 10
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a method at a point.
+
+    status   ok: timed; wrong: off against the oracle, not timed; failed or skipped: not run
+    reason   why not ok
+    errors   of the first call
+    times    by heat
+    host_us  of an eager call
+    """
+
+    status: str
+    reason: str | None = None
+    errors: measure.Errors | None = None
+    times: dict[str, times.Times] | None = None
+    host_us: float | None = None
+
+
+def trial(method: Method, peer: Peer, references: measure.References, protocol: Protocol) -> Result:
+    """Run the calls eagerly, then as a graph into poisoned outputs.
+
+    references  of the first call
+    """
+    y = method.call(0)
+    method.stream.synchronize()
+    method.check()
+    errors = measure.errors(method.bits(y), references)
+    if not errors.exact <= peer.max_error:
+        return Result("wrong", f"allowed is a relative error of {peer.max_error:g}", errors)
+    for i in range(1, method.num_calls):
+        method.call(i)
+    host_us = times.host_us(lambda: method.call(0), method.stream)
+    launch, ys = method.capture()
+    ys = [method.bits(y) for y in ys]
+    _poison(ys)
+    idle_s = times.IDLE_S if len(references.exact) >= IDLE_TOKENS else 0.0
+    measured = {
+        heat: times.measure(
+            launch, method.stream, method.num_calls, heat, protocol.num_bursts, idle_s
+        )
+        for heat in protocol.heats
+    }
+    method.check()
+    if _is_poisoned(ys):
+        return Result("wrong", "the graph left NaN in an output", errors)
+    replayed = measure.errors(ys[0], references)
+    if not replayed.exact <= peer.max_error:
+        return Result("wrong", "the graph gives another result than an eager call", replayed)
+    return Result("ok", None, errors, measured, host_us)
+
+
+def _poison(ys) -> None:
+    import cupy
+
+    for y in ys:
+        y.fill(0xFFFF)
+    cupy.cuda.Device().synchronize()
+
+
+def _is_poisoned(ys) -> bool:
+    import cupy
+
+    return not all(bool(cupy.isfinite(decode_bf16(y, cupy)).all()) for y in ys)

@@ -1,0 +1,131 @@
+"""`jitmoe bench`: the layer timed on this GPU, beside its peers and the floor."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from jitmoe.cli_layer import (
+    Config,
+    Ep,
+    Experts,
+    Hidden,
+    Intermediate,
+    Json,
+    Model,
+    TopK,
+    layer_shape,
+    title,
+)
+
+
+def bench(
+    model: Model = None,
+    config: Config = None,
+    hidden: Hidden = None,
+    intermediate: Intermediate = None,
+    experts: Experts = None,
+    top_k: TopK = None,
+    ep: Ep = 1,
+    shapes: Annotated[
+        str | None, typer.Option(help="Of S1,S2,S3,S4; all of them unless a layer is named.")
+    ] = None,
+    tokens: Annotated[
+        str, typer.Option(help="Tokens of a call, with commas between.")
+    ] = "1,8,32,128,512,2048,8192",
+    routing: Annotated[
+        str,
+        typer.Option(
+            help="uniform, zipf (exponent 1.2), hot_expert, one_expert, unused or duplicates."
+        ),
+    ] = "uniform",
+    cool: Annotated[bool, typer.Option("--cool/--no-cool", help="Bursts on a cool card.")] = True,
+    hot: Annotated[
+        bool, typer.Option("--hot/--no-hot", help="After a second of work, in rows of their own.")
+    ] = False,
+    bursts: Annotated[int, typer.Option(min=1, help="Samples of each median.")] = 10,
+    peers: Annotated[
+        bool, typer.Option("--peers/--no-peers", help="Time other libraries that are installed.")
+    ] = False,
+    time_limit: Annotated[
+        float | None, typer.Option(min=1, help="Seconds after which no further point is started.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="A .jsonl file to append rows to.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Time the layer on this GPU: CUDA graphs, weights from memory, checked by the oracle.
+
+    Beside each time: floors by the table's rates and by those measured in the same run, the
+    relative error and the host's time for an eager call. Needs a Hopper GPU.
+    """
+    from jitmoe.bench.points import SHAPES, Points, named_shapes, token_counts
+
+    sizes = (hidden, intermediate, experts, top_k)
+    is_named = any(value is not None for value in (model, config, *sizes))
+    if is_named and shapes is not None:
+        raise ValueError("name the layer in one way: --shapes, or --model, --config or sizes")
+    if is_named:
+        shape = layer_shape(model, config, *sizes)
+        layers = {title(shape, ep): shape.problem(0, ep)}
+    else:
+        layers = SHAPES if shapes is None else named_shapes(shapes)
+    points = Points(layers, token_counts(tokens), routing)
+    heats = ("cool",) * cool + ("hot",) * hot
+    if not heats:
+        raise ValueError("nothing is left to time: take --cool, --hot or both")
+    gpu = _gpu()
+
+    from jitmoe.bench.conditions import conditions
+    from jitmoe.bench.rows import HEADER, line
+    from jitmoe.bench.session import run
+    from jitmoe.bench.trial import Protocol
+
+    def say(text: str) -> None:
+        typer.echo(text, err=as_json)
+
+    start = time.perf_counter()
+    facts = conditions(gpu.name, shlex.join(["jitmoe", *sys.argv[1:]]))
+    say(f"{gpu.name}, driver {facts['driver']}, {facts['clocks']}; routing {routing}")
+    rows = []
+    measured = run(
+        points, Protocol(heats, bursts), gpu, with_peers=peers, time_limit_s=time_limit, say=say
+    )
+    for row in measured:
+        if not rows and not as_json:
+            typer.echo(HEADER)
+        rows.append(row | facts)
+        if out is not None:
+            with out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(rows[-1]) + "\n")
+        if not as_json:
+            typer.echo(line(row))
+    say(f"{len(rows)} rows in {time.perf_counter() - start:.0f} s")
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+    if any(row["method"] == "jitmoe" and row["status"] != "ok" for row in rows):
+        raise typer.Exit(1)
+
+
+def _gpu():
+    """The GPU to measure. Ends the program with a sentence where there is none to measure."""
+    from jitmoe.run.driver import device_spec, num_devices
+
+    reason = None
+    if num_devices() == 0:
+        reason = "no GPU here; bench needs an H100, H200 or H20 (jitmoe plan prints floors without)"
+    elif find_spec("cupy") is None:
+        reason = "CuPy is not installed: pip install 'jitmoe[cu12]' or 'jitmoe[cu13]'"
+    else:
+        try:
+            return device_spec(0)
+        except ValueError as error:
+            reason = str(error)
+    typer.echo(f"jitmoe: {reason}", err=True)
+    raise typer.Exit(1)

@@ -1,0 +1,369 @@
+"""What of `jitmoe bench` needs no GPU, and its flow with NumPy in CuPy's place."""
+
+import json
+import sys
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from jitmoe import measure, peers, reference
+from jitmoe.bench import ceilings, methods, records, session, times
+from jitmoe.bench.conditions import conditions
+from jitmoe.bench.points import SHAPES, Points, calls_per_graph, named_shapes, token_counts
+from jitmoe.bench.rows import HEADER, Point, Rates, line, rows_of
+from jitmoe.bench.trial import Protocol, Result, trial
+from jitmoe.bench.work import mean_work, work_of
+from jitmoe.cli import app
+from jitmoe.fp8 import encode_bf16
+from jitmoe.jit import nvrtc
+from jitmoe.measure import Errors
+from jitmoe.peers.peer import Peer
+from jitmoe.plan.gpu import GPUS
+from jitmoe.plan.problem import MoeProblem
+from jitmoe.run import driver
+
+SMALL = MoeProblem(0, 256, 144, 4, 2)
+H200 = GPUS["h200"]
+ROOF = ceilings.Ceilings(4600.0, 4270.0, 1450.0, 1570.0)
+
+
+# Points
+
+
+def test_points():
+    assert list(named_shapes("S4, s1")) == ["S4", "S1"] and len(Points(SHAPES)) == 28
+    assert token_counts("1, 8,32") == (1, 8, 32)
+    assert [calls_per_graph(n) for n in (1, 128, 129, 512, 513)] == [8, 8, 4, 4, 2]
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda: named_shapes("S1,S5"), "shapes must be of S1, S2, S3, S4, got 'S5'"),
+        (lambda: token_counts("1,,8"), "tokens must be positive integers"),
+        (lambda: token_counts("0"), "tokens must be positive integers"),
+        (lambda: Points(SHAPES, routing="even"), "routing must be one of uniform, .* got 'even'"),
+        (lambda: Points({"a": replace(SMALL, top_k=5)}), "needs top_k up to the 4 experts of a"),
+        (lambda: Points(SHAPES, (10**6,)), "num_tokens must be"),
+    ],
+)
+def test_points_are_refused(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+# Work and floors
+
+
+def ids_of(layer, routing, num_tokens, **options):
+    sizes = (num_tokens, 128, layer.num_experts, layer.top_k)
+    return reference.random_tokens(*sizes, 0, routing, **options).topk_ids
+
+
+def test_work_counts_what_is_named():
+    layer = replace(SMALL, num_tokens=3)
+    work = work_of(layer, np.array([[0, 2], [2, -1], [4, 2]]))
+    assert (work.num_pairs, work.num_active) == (4, 2)
+    assert work.weight_bytes == 2 * layer.expert_bytes
+    assert work.num_bytes == work.weight_bytes + layer.activation_bytes
+    assert work.flop == 4 * 6 * 256 * 144
+    none = work_of(layer, np.full((3, 2), -1))
+    assert none.flop == none.weight_bytes == 0
+    mean = mean_work([work, none])
+    assert mean.num_pairs == 2 and mean.activation_bytes == layer.activation_bytes
+
+
+@pytest.mark.parametrize(
+    "shape, num_tokens, floor_us",
+    [("S1", 1, 75.9), ("S1", 128, 304), ("S1", 8192, 4009), ("S2", 1, 8.1), ("S4", 2048, 430)],
+)
+def test_floors_are_the_published(shape, num_tokens, floor_us):
+    layer = replace(SHAPES[shape], num_tokens=num_tokens)
+    work = work_of(layer, ids_of(layer, "uniform", num_tokens))
+    assert work.floor(4645, 1440).us == pytest.approx(floor_us, rel=6e-3)
+    assert work.floor(4645, 1440).bound == ("memory" if num_tokens <= 128 else "math")
+
+
+def test_skewed_routings_hit_fewer_experts():
+    layer = replace(SHAPES["S2"], num_tokens=32)
+    active = {
+        routing: work_of(layer, ids_of(layer, routing, 32, zipf_exponent=1.2)).num_active
+        for routing in ("uniform", "zipf", "one_expert")
+    }
+    assert active["uniform"] > active["zipf"] > active["one_expert"] == 1
+    flat = work_of(layer, ids_of(layer, "zipf", 32, zipf_exponent=0.0)).num_active
+    assert flat > active["zipf"]
+
+
+# Times
+
+
+def test_summary():
+    assert times.summary([3.0, 1.0]) == times.Times(2.0, 1.0, 3.0)
+    assert times.summary([float(n) for n in range(11)]) == times.Times(5.0, 1.0, 9.0)
+    assert times.replays_per_burst(5_000) == 2 and times.replays_per_burst(1e6) == 1
+
+
+def test_read_kernel_compiles():
+    assert nvrtc.compile(ceilings._READ, "sm_90a", "read.cu").resources.spill_store_bytes == 0
+
+
+# Rows
+
+
+def point(num_tokens=32):
+    layer = replace(SHAPES["S1"], num_tokens=num_tokens)
+    return Point("S1", layer, "uniform", work_of(layer, ids_of(layer, "uniform", 32)), 4, True)
+
+
+def test_rows():
+    measured = {"cool": times.Times(329.0, 328.0, 331.0), "hot": times.Times(340.0, 339.0, 341.0)}
+    result = Result("ok", None, Errors(2.26e-2, 4.03e-3, 1.6e-2), measured, 15.61)
+    rates, roofs = Rates(4645, 1440), {"cool": ROOF, "hot": replace(ROOF, read_gbps=4500.0)}
+    cool, hot = rows_of(point(), methods.JITMOE, result, rates, roofs)
+    assert (cool["heat"], hot["heat"]) == ("cool", "hot")
+    assert cool["us_median"] == 329.0 and hot["us_p90"] == 341.0 and cool["host_us"] == 15.6
+    assert cool["of_floor"] == pytest.approx(cool["floor_us"] / 329, abs=1e-3)
+    assert hot["run_floor_us"] == pytest.approx(hot["num_bytes"] / 4500e3, rel=1e-3)
+    assert cool["gbps"] == round(cool["num_bytes"] / 329e3) and cool["bound"] == "memory"
+    assert json.loads(json.dumps(cool, allow_nan=False)) == cool
+    assert line(cool).endswith("  S1: jitmoe") and len(line(cool)) <= 100
+    assert line(cool).index("S1: jitmoe") == HEADER.index("layer: method"), "columns line up"
+
+
+def test_rows_of_what_was_not_timed():
+    errors = Errors(float("inf"), float("inf"), float("inf"))
+    result = Result("wrong", "allowed is a relative error of 0.01", errors)
+    peer = Peer("a peer", False, 0.01)
+    rates = Rates(4645, 1440)
+    (row,) = rows_of(point(), peer, result, rates, {"cool": replace(ROOF, fp8_tflops=None)})
+    assert row["us_median"] is row["of_floor"] is row["rel_error"] is None
+    assert "WRONG S1: a peer: allowed is a relative error of 0.01" in line(row)
+    json.dumps(row, allow_nan=False)
+
+
+def test_conditions():
+    facts = conditions("a GPU", "jitmoe bench")
+    assert (facts["gpu"], facts["command"]) == ("a GPU", "jitmoe bench")
+    assert facts["versions"]["numpy"] == np.__version__ and len(facts["date"]) == 10
+    json.dumps(facts)
+
+
+# The command
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(driver, "num_devices", lambda: 0)
+
+
+def invoke(*args):
+    return CliRunner().invoke(app, ["bench", *map(str, args)])
+
+
+def test_without_a_gpu(no_gpu):
+    result = invoke("--model", "deepseek-v3", "--ep", 8, "--tokens", "1,8")
+    assert result.exit_code == 1 and result.stdout == ""
+    assert result.stderr.startswith("jitmoe: no GPU here") and result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        (["--shapes", "S7"], "shapes must be of S1"),
+        (["--shapes", "S1", "--model", "kimi-k2"], "name the layer in one way"),
+        (["--hidden", 256], "a layer by its sizes needs --intermediate"),
+        (["--tokens", "many"], "tokens must be positive integers"),
+        (["--routing", "even"], "routing must be one of"),
+        (["--no-cool"], "nothing is left to time"),
+    ],
+)
+def test_mistakes(args, words, no_gpu):
+    result = invoke(*args)
+    assert result.exit_code == 2 and words in result.stderr and result.stdout == ""
+
+
+@pytest.mark.parametrize("status, code", [("ok", 0), ("wrong", 1)])
+def test_command_prints_and_appends(status, code, tmp_path, monkeypatch):
+    result = Result(status, None, Errors(0.02, 4e-3, 0.1), {"cool": times.Times(9, 8, 10)}, 15.0)
+    measured = rows_of(point(), methods.JITMOE, result, Rates(4645, 1440), {"cool": ROOF})
+    monkeypatch.setattr("jitmoe.cli_bench._gpu", lambda: H200)
+    monkeypatch.setattr(session, "run", lambda *args, **options: iter(measured))
+    out = tmp_path / "rows.jsonl"
+    for _ in range(2):
+        shown = invoke("--out", out)
+        assert shown.exit_code == code and HEADER in shown.stdout, shown.output
+    assert len(out.read_text().splitlines()) == 2
+    assert (
+        len(records.load(tmp_path)) == 2 and len(records.latest(records.load(tmp_path))) == 1 - code
+    )
+    shown = invoke("--json")
+    assert json.loads(shown.stdout)[0]["us_median"] == 9 and "H200" in shown.stderr
+
+
+# The flow, with NumPy in CuPy's place and a clock of its own
+
+
+class FakeCupy(ModuleType):
+    def __getattr__(self, name):
+        return getattr(np, name)
+
+
+@pytest.fixture
+def cupy(monkeypatch):
+    module = FakeCupy("cupy")
+    nothing = SimpleNamespace(
+        record=lambda stream: None, synchronize=lambda: None, free_all_blocks=lambda: None
+    )
+    module.asnumpy = np.asarray
+    module.get_default_memory_pool = lambda: nothing
+    module.cuda = SimpleNamespace(
+        Device=lambda: nothing,
+        Event=lambda: nothing,
+        get_elapsed_time=lambda begin, end: 1.0,
+    )
+    monkeypatch.setitem(sys.modules, "cupy", module)
+    monkeypatch.setattr(measure, "oracle_namespace", lambda: np)
+    monkeypatch.setattr(times.time, "sleep", lambda seconds: None)
+    return module
+
+
+@pytest.fixture
+def bench(cupy, monkeypatch):
+    """session.run's pieces that need a GPU, replaced; the oracle stands for the kernel."""
+
+    def weight_sets(layer):
+        codes = reference.random_layer(4, 256, 144, seed=1)
+        return [codes, codes], codes
+
+    def of_oracle(layer, calls, weights, factor=1.0):
+        def y(i):
+            call = calls[i]
+            inputs = (call.codes, call.scale, call.topk_ids, call.topk_weights, *weights[0])
+            return encode_bf16(factor * reference.mega_moe(*inputs, requantize=True))
+
+        ys = [y(0) for _ in calls]
+
+        def launch():
+            for i, out in enumerate(ys):
+                out[:] = y(i)
+
+        stream = SimpleNamespace(synchronize=lambda: None)
+        return methods.Method(
+            stream, len(calls), y, lambda: (launch, ys), lambda out: out, lambda: None
+        )
+
+    monkeypatch.setattr(measure, "weight_sets", weight_sets)
+    monkeypatch.setattr(methods, "of_jitmoe", of_oracle)
+    monkeypatch.setattr(ceilings, "measure", lambda heat: ROOF)
+    monkeypatch.setattr(session, "calls_per_graph", lambda num_tokens: 2)
+    monkeypatch.setattr(session, "_build_in_background", lambda points, gpu: None)
+    monkeypatch.setattr(times, "HOT_S", 0.0)
+    return of_oracle
+
+
+def test_session_without_peers(bench):
+    said = []
+    points = Points({"small": SMALL}, (1, 3), "zipf")
+    rows = list(session.run(points, Protocol(("cool", "hot"), 3), H200, say=said.append))
+    assert [(r["num_tokens"], r["heat"]) for r in rows] == [
+        (n, heat) for n in (1, 3) for heat in ("cool", "hot")
+    ]
+    # A millisecond for every event pair: bursts of 12 graphs of 2 calls.
+    assert all(row["status"] == "ok" and row["us_median"] == 41.67 for row in rows)
+    assert all(1e-3 < row["rel_error"] < 3e-2 and row["routing"] == "zipf" for row in rows)
+    assert all(not row["is_cold"] for row in rows), "such weights fit into the L2 cache"
+    assert "weights in L2" in line(rows[0])
+    assert [text for text in said if "ceilings of this run, hot: read 4,600 GB/s" in text]
+
+
+def test_session_with_peers(bench, monkeypatch):
+    def module(name, reason=None, factor=1.0, fails=None):
+        def prepare_or_fail(weights):
+            if fails == "prepare":
+                raise RuntimeError("no memory\nat all")
+
+        return SimpleNamespace(
+            PEER=Peer(name, True, 2.6e-2),
+            available=lambda: reason,
+            prepare=prepare_or_fail,
+            factor=factor,
+            fails=fails,
+        )
+
+    modules = [
+        module("absent", reason="not importable"),
+        module("right"),
+        module("off", factor=1.1),
+        module("unready", fails="prepare"),
+        module("raising", fails="call"),
+    ]
+
+    def prepare_peer(module, weights):
+        module.prepare(weights)
+        return module, weights
+
+    def of_peer(layer, calls, prepared):
+        module, weights = prepared
+        if module.fails == "call":
+            raise RuntimeError("intermediate is limited to 64")
+        return bench(layer, calls, weights, module.factor)
+
+    monkeypatch.setattr(peers, "peers", lambda: modules)
+    monkeypatch.setattr(methods, "prepare_peer", prepare_peer)
+    monkeypatch.setattr(methods, "of_peer", of_peer)
+    said = []
+    points = Points({"small": SMALL}, (1, 3))
+    rows = list(session.run(points, Protocol(), H200, with_peers=True, say=said.append))
+    found = [(row["method"], row["num_tokens"], row["status"]) for row in rows]
+    statuses = {
+        "jitmoe": "ok",
+        "right": "ok",
+        "off": "wrong",
+        "unready": "failed",
+        "raising": "failed",
+    }
+    assert found == [(name, n, status) for name, status in statuses.items() for n in (1, 3)]
+    reasons = {row["method"]: row["reason"] for row in rows}
+    assert reasons["unready"] == "RuntimeError: no memory"
+    assert reasons["off"] == "allowed is a relative error of 0.026"
+    assert all(row["us_median"] is None for row in rows if row["status"] != "ok")
+    assert "peer left out: absent: not importable" in said
+
+
+def test_session_stops_at_its_time_limit(bench, monkeypatch):
+    clock = iter(range(1000))
+    monkeypatch.setattr(session.time, "monotonic", lambda: next(clock))
+    said = []
+    points = Points({"a": SMALL, "b": SMALL}, (1, 2, 3, 4))
+    rows = list(session.run(points, Protocol(), H200, time_limit_s=3, say=said.append))
+    assert 0 < len(rows) < 4 and {row["shape"] for row in rows} == {"a"}
+    assert said[-1] == f"the time limit of 3 s was reached: {8 - len(rows)} points are left out"
+
+
+def test_a_graph_that_leaves_poison_is_wrong(bench, cupy):
+    layer = replace(SMALL, num_tokens=3)
+    codes = reference.random_layer(4, 256, 144, seed=1)
+    calls = [measure.random_call(layer, seed) for seed in range(2)]
+    references = measure.references(calls[0], codes)
+    method = bench(layer, calls, [codes])
+    assert trial(method, methods.JITMOE, references, Protocol()).status == "ok"
+    lazy = replace(method, capture=lambda: (lambda: None, method.capture()[1]))
+    result = trial(lazy, methods.JITMOE, references, Protocol())
+    assert (result.status, result.reason) == ("wrong", "the graph left NaN in an output")
+    stale = replace(method, capture=lambda: _constant(method, 1.0))
+    result = trial(stale, methods.JITMOE, references, Protocol())
+    assert result.reason == "the graph gives another result than an eager call"
+
+
+def _constant(method, value):
+    _, ys = method.capture()
+
+    def launch():
+        for y in ys:
+            y[:] = encode_bf16(np.full(y.shape, value))
+
+    return launch, ys
