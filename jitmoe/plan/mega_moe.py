@@ -119,12 +119,13 @@ class MegaMoePlan(Plan):
             f"load, {feeder}, math -> schedule",
         )
         weight_tile, token_tile = self.block_rows * self.block_k, tokens * self.block_k
+        transpose = 2048 if self.split_tokens else 1024  # 16 rows of 128 bytes; 32 of 2 x 16
         regions = [
             Region("weight_tiles", "u8", (stages, weight_tile), 1024, "load -> math"),
             Region("token_tiles", "u8", (stages, token_tile), 1024, f"{feeder} -> math"),
             Region("token_scales", "f32", (stages, tokens), 128, f"{feeder} -> math"),
             Region("weight_scales", "f32", (stages, 4), 16, f"{feeder} -> math"),
-            Region("transpose", "u8", (math, 1024), 128, "a math warp's own"),
+            Region("transpose", "u8", (math, transpose), 128, "a math warp's own"),
             Region("full", "u64", (stages,), 8, f"load, {feeder} -> math"),
             Region("empty", "u64", (stages,), 8, f"math -> load, {feeder}"),
             Region("task_full", "u64", (slots,), 8, to_roles),
@@ -139,7 +140,7 @@ class MegaMoePlan(Plan):
         if not self.split_tokens:
             rows_apart = 4 * self.num_gather_warps
             regions += [
-                Region("amax", "f32", (2, math, 64), 128, "math <-> math, by parity"),
+                Region("amax", "f32", (math, 64), 128, "math <-> math"),
                 Region(
                     "row_offsets", "u32", (rows_apart, tokens // rows_apart), 16, "gather's own"
                 ),

@@ -16,7 +16,7 @@ enum Wait : u32 {
 constexpr u32 kHeaderParity = 0;
 constexpr u32 kHeaderAbort = 32;
 
-DEVICE void give_up(const Params& p, Wait what, u32 index, u32 expected) {
+DEVICE void report_timeout(const Params& p, Wait what, u32 index, u32 expected) {
     if (compare_and_swap_gpu(p.header + kHeaderAbort, 0, 1) == 0) {
         store_relaxed_sys(p.status + 1, what);
         store_relaxed_sys(p.status + 2, block_idx());
@@ -25,6 +25,10 @@ DEVICE void give_up(const Params& p, Wait what, u32 index, u32 expected) {
         store_relaxed_sys(p.status + 5, expected);
         store_release_sys(p.status, 1);
     }
+}
+
+DEVICE void give_up(const Params& p, Wait what, u32 index, u32 expected) {
+    report_timeout(p, what, index, expected);
     exit_thread();
 }
 

@@ -23,8 +23,13 @@ DEVICE void wait_barrier(const Params& p, Wait what, u64* barrier, u32 index, u3
 DEVICE void wait_in_flight(const Params& p, u64* barrier, u32 index, u32 parity) {
     const bool is_event = kTrace && !test_wait(barrier, parity);
     if (is_event) trace_begin(p, kEventWait + kWaitStageFull, index, parity);
-    const u32 start = global_timer_us();
-    while (!try_wait(barrier, parity) && global_timer_us() - start <= p.timeout_us) {
+    u32 start = 0;
+    while (!try_wait(barrier, parity)) {
+        const u32 now = global_timer_us();
+        start = start == 0 ? now : start;
+        if (now - start <= p.timeout_us) continue;
+        report_timeout(p, kWaitStageFull, index, parity);
+        break;
     }
     if (is_event) trace_end(p, kEventWait + kWaitStageFull);
 }

@@ -1,25 +1,48 @@
 // y = sum of a token's slices in slot order, by whoever delivers the last of them: no phase of its own, no grid-wide
 // wait, and the same bits whatever the order of arrival.
 
-DEVICE void combine_token(const Params& p, u32 token, u32 used, u32 tile) {
+constexpr u32 kCombineTokens = 4;  // summed at a time: the loads of their slices are in flight together
+
+// Lane l sums 8 channels of every token that has any slot in `used`.
+DEVICE void sum_slices(const Params& p, const u32 (&tokens)[kCombineTokens], const u32 (&used)[kCombineTokens],
+                       u32 tile) {
+    constexpr u32 kSlots = min_of(kTopK, 8u);  // loaded at a time
     const u32 channel = tile * kBlockRows + lane_idx() * 8;
     if (channel >= kHidden) return;
-    const u16* slices = p.slices + u64(token) * kTopK * kHidden + channel;
-    float sums[8] = {};
-#pragma unroll 8
-    for (u32 slot = 0; slot < kTopK; ++slot) {
-        uint4 v = make_uint4(0, 0, 0, 0);
-        if (used >> slot & 1) v = *reinterpret_cast<const uint4*>(slices + u64(slot) * kHidden);
-        const u32 words[4] = {v.x, v.y, v.z, v.w};
+    float sums[kCombineTokens][8] = {};
+#pragma unroll 1
+    for (u32 first = 0; first < kTopK; first += kSlots) {
+        uint4 slices[kCombineTokens][kSlots] = {};
 #pragma unroll
-        for (u32 i = 0; i < 4; ++i) {
-            sums[2 * i] += bf16_low(words[i]);
-            sums[2 * i + 1] += bf16_high(words[i]);
+        for (u32 t = 0; t < kCombineTokens; ++t) {
+            const u16* rows = p.slices + (u64(tokens[t]) * kTopK + first) * kHidden + channel;
+#pragma unroll
+            for (u32 i = 0; i < kSlots; ++i) {
+                if (used[t] >> (first + i) & 1) {
+                    slices[t][i] = *reinterpret_cast<const uint4*>(rows + u64(i) * kHidden);
+                }
+            }
+        }
+#pragma unroll
+        for (u32 t = 0; t < kCombineTokens; ++t) {
+#pragma unroll
+            for (u32 i = 0; i < kSlots; ++i) {
+                const u32 words[4] = {slices[t][i].x, slices[t][i].y, slices[t][i].z, slices[t][i].w};
+#pragma unroll
+                for (u32 w = 0; w < 4; ++w) {
+                    sums[t][2 * w] += bf16_low(words[w]);
+                    sums[t][2 * w + 1] += bf16_high(words[w]);
+                }
+            }
         }
     }
-    *reinterpret_cast<uint4*>(p.y + i64(token) * p.y_stride + channel) =
-        make_uint4(pack_bf16(sums[0], sums[1]), pack_bf16(sums[2], sums[3]), pack_bf16(sums[4], sums[5]),
-                   pack_bf16(sums[6], sums[7]));
+#pragma unroll
+    for (u32 t = 0; t < kCombineTokens; ++t) {
+        if (used[t] == 0) continue;
+        *reinterpret_cast<uint4*>(p.y + i64(tokens[t]) * p.y_stride + channel) =
+            make_uint4(pack_bf16(sums[t][0], sums[t][1]), pack_bf16(sums[t][2], sums[t][3]),
+                       pack_bf16(sums[t][4], sums[t][5]), pack_bf16(sums[t][6], sums[t][7]));
+    }
 }
 
 // After store_slices. Lanes count deliveries for a token each; then the warp sums the complete ones together.
@@ -41,8 +64,16 @@ DEVICE void combine_tokens(const Params& p, const Task& task, const Share& share
     }
     u32 ready = __ballot_sync(kFullMask, last);
     if (ready != 0) sync_warp();  // what the last have acquired is ordered before every lane's loads
-    for (; ready != 0; ready &= ready - 1) {
-        const u32 lane = __ffs(ready) - 1;
-        combine_token(p, __shfl_sync(kFullMask, token, lane), __shfl_sync(kFullMask, used, lane), task.tile);
+    while (ready != 0) {
+        u32 tokens[kCombineTokens], slots[kCombineTokens];
+#pragma unroll
+        for (u32 t = 0; t < kCombineTokens; ++t) {
+            const u32 lane = ready != 0 ? __ffs(ready) - 1 : 0;
+            tokens[t] = __shfl_sync(kFullMask, token, lane);
+            slots[t] = __shfl_sync(kFullMask, used, lane);
+            if (ready == 0) slots[t] = 0;
+            ready &= ready - 1;
+        }
+        sum_slices(p, tokens, slots, task.tile);
     }
 }

@@ -3,9 +3,9 @@
 // routed pair. Memory wants tokens by rows: both transpose through a buffer of the warp's own.
 
 // Largest magnitude of each token over the tile's 128 channels: lanes of a warp by shuffles, warps through shared
-// memory. The barrier also separates this tile's reads from the next but one's writes: the buffers alternate.
+// memory. publish_mid's barrier separates this tile's reads from the next one's writes.
 template <u32 N>
-DEVICE void reduce_amax(Smem& smem, const Share& share, u32 parity, float (&amax)[N / 4]) {
+DEVICE void reduce_amax(Smem& smem, const Share& share, float (&amax)[N / 4]) {
     const u32 lane = lane_idx();
     const u32 warp = share.group * 4 + share.warp;
 #pragma unroll
@@ -16,15 +16,14 @@ DEVICE void reduce_amax(Smem& smem, const Share& share, u32 parity, float (&amax
     if (lane < 4) {
 #pragma unroll
         for (u32 j = 0; j < N / 8; ++j) {
-            *reinterpret_cast<float2*>(&smem.amax[parity][warp][j * 8 + lane * 2]) =
-                make_float2(amax[2 * j], amax[2 * j + 1]);
+            *reinterpret_cast<float2*>(&smem.amax[warp][j * 8 + lane * 2]) = make_float2(amax[2 * j], amax[2 * j + 1]);
         }
     }
     sync_share(share);
 #pragma unroll
     for (u32 j = 0; j < N / 8; ++j) {
         for (u32 w = 0; w < kNumMathWarps; ++w) {
-            const float2 other = *reinterpret_cast<const float2*>(&smem.amax[parity][w][j * 8 + lane % 4 * 2]);
+            const float2 other = *reinterpret_cast<const float2*>(&smem.amax[w][j * 8 + lane % 4 * 2]);
             amax[2 * j] = fmaxf(amax[2 * j], other.x);
             amax[2 * j + 1] = fmaxf(amax[2 * j + 1], other.y);
         }
@@ -53,7 +52,7 @@ DEVICE void store_mid_scales(const Params& p, const Task& task, const Share& sha
 
 template <u32 N>
 DEVICE void store_mid(const Params& p, Smem& smem, const Task& task, const Share& share, const u32* pairs,
-                      float (&sums)[kNumRowBlocks][N / 2], u32 parity) {
+                      float (&sums)[kNumRowBlocks][N / 2]) {
     const u32 lane = lane_idx();
     float amax[N / 4] = {};
 #pragma unroll
@@ -69,46 +68,41 @@ DEVICE void store_mid(const Params& p, Smem& smem, const Task& task, const Share
             }
         }
     }
-    reduce_amax<N>(smem, share, parity, amax);
+    reduce_amax<N>(smem, share, amax);
     store_mid_scales<N>(p, task, share, pairs, amax);
 #pragma unroll
     for (u32 i = 0; i < N / 4; ++i) amax[i] = quant_factor(amax[i]);
 
     // A 16-bit element is two tokens of a channel. Matrix j has the channels of this warp by rows, and by columns four
     // token pairs of two row blocks, alternating; its transpose has 8 channels of a token pair in each 16-byte row.
+    static_assert(kNumRowBlocks == 2, "a warpgroup has two row blocks");
     u8* buffer = smem.transpose[share.group * 4 + share.warp];
     u8* mid = p.mid + u64(task.row_start) * kMidStride + task.tile * 128;
+    constexpr u32 kGroup = min_of(N / 8, 4u);
 #pragma unroll
-    for (u32 m = 0; m < kNumRowBlocks; m += 2) {
-        u32 elements[N / 8];
+    for (u32 j = 0; j < N / 8; j += kGroup) {
+        u32 matrices[kGroup];
 #pragma unroll
-        for (u32 j = 0; j < N / 8; ++j) {
-            elements[j] = pack_e4m3(sums[m][4 * j] * amax[2 * j], sums[m][4 * j + 1] * amax[2 * j + 1]) |
-                          pack_e4m3(sums[m + 1][4 * j] * amax[2 * j], sums[m + 1][4 * j + 1] * amax[2 * j + 1]) << 16;
+        for (u32 i = 0; i < kGroup; ++i) {
+            const u32 r = (j + i) * 4, t = (j + i) * 2;
+            matrices[i] = pack_e4m3(sums[0][r] * amax[t], sums[0][r + 1] * amax[t + 1]) |
+                          pack_e4m3(sums[1][r] * amax[t], sums[1][r + 1] * amax[t + 1]) << 16;
         }
-        constexpr u32 kGroup = min_of(N / 8, 4u);
+        store_matrices_transposed(buffer + j * 128 + lane * 16, matrices);
+    }
+    sync_warp();
 #pragma unroll
-        for (u32 j = 0; j < N / 8; j += kGroup) {
-            u32 matrices[kGroup];
+    for (u32 row = lane; row < N; row += kWarpThreads) {
+        const uint4 v = *reinterpret_cast<const uint4*>(buffer + row * 16);
+        const u32 token = row / 8 * 8 + row % 8 / 2 * 2;
+        const u32 channel = (share.first_row + row % 2 * 64) / 2 + share.warp * 8;
 #pragma unroll
-            for (u32 i = 0; i < kGroup; ++i) matrices[i] = elements[j + i];
-            store_matrices_transposed(buffer + j * 128 + lane * 16, matrices);
+        for (u32 i = 0; i < 2; ++i) {
+            const u32 selector = i == 0 ? 0x6420 : 0x7531;
+            if (token + i >= share.num_tokens) continue;
+            *reinterpret_cast<uint2*>(mid + u64(token + i) * kMidStride + channel) =
+                make_uint2(permute_bytes(v.x, v.y, selector), permute_bytes(v.z, v.w, selector));
         }
-        sync_warp();
-#pragma unroll
-        for (u32 row = lane; row < N; row += kWarpThreads) {
-            const uint4 v = *reinterpret_cast<const uint4*>(buffer + row * 16);
-            const u32 token = row / 8 * 8 + row % 8 / 2 * 2;
-            const u32 channel = (share.first_row + (m + row % 2) * 64) / 2 + share.warp * 8;
-#pragma unroll
-            for (u32 i = 0; i < 2; ++i) {
-                const u32 selector = i == 0 ? 0x6420 : 0x7531;
-                if (token + i >= share.num_tokens) continue;
-                *reinterpret_cast<uint2*>(mid + u64(token + i) * kMidStride + channel) =
-                    make_uint2(permute_bytes(v.x, v.y, selector), permute_bytes(v.z, v.w, selector));
-            }
-        }
-        sync_warp();
     }
 }
 

@@ -7,7 +7,7 @@
 // registers 8i .. 8i+3 are gate and 8i+4 .. 8i+7 up of two channels, for the two rows.
 template <u32 N>
 DEVICE void store_mid(const Params& p, Smem& smem, const Task& task, const Share& share, const u32* pairs,
-                      float (&sums)[kNumRowBlocks][N / 2], u32) {
+                      float (&sums)[kNumRowBlocks][N / 2]) {
     const u32 lane = lane_idx();
     float amax[2] = {};
 #pragma unroll
@@ -38,10 +38,9 @@ DEVICE void store_mid(const Params& p, Smem& smem, const Task& task, const Share
 
     // A 16-bit element is two channels of a token. The columns of matrix (half, k) alternate between the groups 2k and
     // 2k + 1 of 8 channels, so each of its 16-byte rows is 16 channels in an order that two permutations undo.
-    u8* mid = p.mid + u64(task.row_start + share.first_token) * kMidStride + task.tile * 128;
+    u8* buffer = smem.transpose[share.group * 4 + share.warp];
 #pragma unroll
     for (u32 m = 0; m < kNumRowBlocks; ++m) {
-        u8* buffer = smem.transpose[share.group * 4 + share.warp] + m % 2 * 512;
         u32 matrices[4];
 #pragma unroll
         for (u32 half = 0; half < 2; ++half) {
@@ -53,18 +52,19 @@ DEVICE void store_mid(const Params& p, Smem& smem, const Task& task, const Share
                                          pack_e4m3(odd[0] * amax[half], odd[1] * amax[half]) << 16;
             }
         }
-        store_matrices(buffer + lane * 16, matrices);
-        sync_warp();
-        const uint4 v = *reinterpret_cast<const uint4*>(buffer + lane * 16);
-        const u32 token = share.warp * 16 + lane / 16 * 8 + lane % 8;
-        if (token < share.num_tokens) {
-            *reinterpret_cast<uint4*>(mid + u64(token) * kMidStride + m * 32 + lane / 8 % 2 * 16) =
-                make_uint4(permute_bytes(v.x, v.y, 0x5410), permute_bytes(v.z, v.w, 0x5410),
-                           permute_bytes(v.x, v.y, 0x7632), permute_bytes(v.z, v.w, 0x7632));
-        }
+        store_matrices(buffer + swizzle_128(lane / 16 * 8 + lane % 8, m * 2 + lane / 8 % 2), matrices);
     }
-    fence_async_global();  // role_feed reads mid and its scales by TMA
     sync_warp();
+    u8* mid = p.mid + u64(task.row_start + share.first_token) * kMidStride + task.tile * 128;
+#pragma unroll
+    for (u32 row = lane / 8; row < 16; row += 4) {
+        const uint4 v = *reinterpret_cast<const uint4*>(buffer + swizzle_128(row, lane % 8));
+        const u32 token = share.warp * 16 + row;
+        if (token >= share.num_tokens) continue;
+        *reinterpret_cast<uint4*>(mid + u64(token) * kMidStride + lane % 8 * 16) =
+            make_uint4(permute_bytes(v.x, v.y, 0x5410), permute_bytes(v.z, v.w, 0x5410),
+                       permute_bytes(v.x, v.y, 0x7632), permute_bytes(v.z, v.w, 0x7632));
+    }
 }
 
 template <u32 N>
@@ -72,33 +72,34 @@ DEVICE void store_slices(const Params& p, Smem& smem, const Task& task, const Sh
                          const float (&sums)[kNumRowBlocks][N / 2]) {
     const u32 lane = lane_idx();
     u8* buffer = smem.transpose[share.group * 4 + share.warp];
-    const u32 token = share.warp * 16 + lane % 16;
-    u16* slice = p.slices + (token < share.num_tokens ? u64(pairs[token]) * kHidden : 0);
+    // Lane l stores 8 channels of rows l / 8, + 4, + 8 and + 12.
+    u16* rows[4];
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) {
+        const u32 token = share.warp * 16 + i * 4 + lane / 8;
+        rows[i] = token < share.num_tokens ? p.slices + u64(pairs[token]) * kHidden + lane % 8 * 8 : nullptr;
+    }
 #pragma unroll
     for (u32 m = 0; m < kNumRowBlocks; ++m) {
+        // Matrix (j, half) is 8 tokens by the 8 channels of group j.
 #pragma unroll
-        for (u32 first = 0; first < N / 8; first += 4) {
-            // Matrix (j, half) is 8 tokens by the 8 channels of group j; the buffer is [4 groups][16 tokens][8
-            // channels].
+        for (u32 j = 0; j < N / 8; j += 2) {
+            u32 matrices[4];
 #pragma unroll
-            for (u32 j = 0; j < 4; j += 2) {
-                u32 matrices[4];
-#pragma unroll
-                for (u32 i = 0; i < 4; ++i) {
-                    const float* two = sums[m] + (first + j + i / 2) * 4 + i % 2 * 2;
-                    matrices[i] = pack_bf16(two[0], two[1]);
-                }
-                store_matrices(buffer + j * 256 + lane * 16, matrices);
+            for (u32 i = 0; i < 4; ++i) {
+                const float* two = sums[m] + (j + i / 2) * 4 + i % 2 * 2;
+                matrices[i] = pack_bf16(two[0], two[1]);
             }
-            sync_warp();
-            const u32 channel = task.tile * kBlockRows + m * 64 + first * 8 + lane / 16 * 8;
-#pragma unroll
-            for (u32 j = 0; j < 4; j += 2) {
-                if (token >= share.num_tokens || channel + j * 8 >= kHidden) continue;
-                *reinterpret_cast<uint4*>(slice + channel + j * 8) =
-                    *reinterpret_cast<const uint4*>(buffer + (j + lane / 16) * 256 + lane % 16 * 16);
-            }
-            sync_warp();
+            store_matrices(buffer + swizzle_128(lane % 16, j + lane / 16), matrices);
         }
+        sync_warp();
+        const u32 channel = task.tile * kBlockRows + m * 64;
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i) {
+            if (rows[i] == nullptr || channel + lane % 8 * 8 >= kHidden) continue;
+            *reinterpret_cast<uint4*>(rows[i] + channel) =
+                *reinterpret_cast<const uint4*>(buffer + swizzle_128(i * 4 + lane / 8, lane % 8));
+        }
+        sync_warp();
     }
 }

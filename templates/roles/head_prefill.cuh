@@ -65,9 +65,7 @@ DEVICE Head run_head(const Params& p, Smem& smem) {
         }
         sync_block();
     }
-    fence_async_global();  // role_feed reads the pool by TMA
-    fence_async_shared();  // and the ring is written by it
-    sync_block();
+    fence_async_shared();  // TMA writes the ring, which `sorting` aliases; role_feed has the fence for the pool
     end_head(p, head);
     return head;
 }

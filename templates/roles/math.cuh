@@ -97,17 +97,16 @@ DEVICE void multiply(const Params& p, Smem& smem, Ring<kNumStages>& ring, const 
     for (u32 step = 0; step <= kSteps; ++step) {
         if (step < kSteps) {
             const u32 m = step % kNumRowBlocks;
+            if (m == 0) {
+                weights = make_uniform(at.weights + ring.stage * descriptor_step(kWeightTileBytes));
+                tokens = make_uniform(at.tokens + ring.stage * descriptor_step(kTokenTileBytes));
+            }
             if (step == 0) {
                 wait_for_stage(p, smem, ring);
             } else if (m == 0) {
                 wait_in_flight(p, &smem.full[ring.stage], ring.stage, ring.parity());
             }
-            if (m == 0) {
-                if constexpr (!kSplitTokens)
-                    fence_async_shared();  // cp.async wrote the token rows in the generic proxy
-                weights = make_uniform(at.weights + ring.stage * descriptor_step(kWeightTileBytes));
-                tokens = make_uniform(at.tokens + ring.stage * descriptor_step(kTokenTileBytes));
-            }
+            if (!kSplitTokens && m == 0) fence_async_shared();  // cp.async wrote the token rows in the generic proxy
             const u32 block = weights + m * descriptor_step(64 * kBlockK);
             const u32 a = kSplitTokens ? tokens : block, b = kSplitTokens ? block : tokens;
             hold_accumulators(partial[step % 2]);
@@ -141,7 +140,7 @@ DEVICE void multiply(const Params& p, Smem& smem, Ring<kNumStages>& ring, const 
 
 template <u32 N>
 DEVICE void run_tile(const Params& p, Smem& smem, Ring<kNumStages>& ring, const Task& task, const Share& share,
-                     u32 slot, u32 amax_parity) {
+                     u32 slot) {
     constexpr u32 kUnroll = N == kWarpgroupTokens ? kUnrollK : 1;
     float sums[kNumRowBlocks][N / 2] = {};
     const Operands at = find_operands(smem, task, share);
@@ -162,7 +161,7 @@ DEVICE void run_tile(const Params& p, Smem& smem, Ring<kNumStages>& ring, const 
     const Share same_share = find_share(same);
     const u32* pairs = smem.task_rows[slot] + same_share.first_token;
     if (same.phase == kGemm1) {
-        store_mid<N>(p, smem, same, same_share, pairs, sums, amax_parity);
+        store_mid<N>(p, smem, same, same_share, pairs, sums);
     } else {
         store_slices<N>(p, smem, same, same_share, pairs, sums);
     }
@@ -173,7 +172,7 @@ DEVICE void run_tile(const Params& p, Smem& smem, Ring<kNumStages>& ring, const 
 DEVICE void skip_tile(const Params& p, Smem& smem, Ring<kNumStages>& ring, const Task& task) {
     for (u32 k = num_k_blocks(task); k > 0; --k, ring.advance()) {
         wait_for_stage(p, smem, ring);
-        sync_warp();
+        sync_warp();  // no lane falls a phase behind
         if (lane_idx() == 0) arrive(&smem.empty[ring.stage]);
     }
 }
@@ -181,7 +180,6 @@ DEVICE void skip_tile(const Params& p, Smem& smem, Ring<kNumStages>& ring, const
 DEVICE void role_math(const Params& p, Smem& smem, const Head& head) {
     Ring<kNumTaskSlots> slot;
     Ring<kNumStages> ring;
-    u32 amax_parity = 0;
     for (;; slot.advance()) {
         {
             const Task task = next_task(p, smem, slot);
@@ -191,19 +189,18 @@ DEVICE void role_math(const Params& p, Smem& smem, const Head& head) {
             if (share.num_tokens == 0) {
                 skip_tile(p, smem, ring, task);
             } else if (kSplitTokens || share.num_tokens > 32) {
-                run_tile<64>(p, smem, ring, task, share, slot.stage, amax_parity);
+                run_tile<64>(p, smem, ring, task, share, slot.stage);
             } else if (share.num_tokens > 16) {
-                run_tile<32>(p, smem, ring, task, share, slot.stage, amax_parity);
+                run_tile<32>(p, smem, ring, task, share, slot.stage);
             } else if (share.num_tokens > 8) {
-                run_tile<16>(p, smem, ring, task, share, slot.stage, amax_parity);
+                run_tile<16>(p, smem, ring, task, share, slot.stage);
             } else {
-                run_tile<8>(p, smem, ring, task, share, slot.stage, amax_parity);
+                run_tile<8>(p, smem, ring, task, share, slot.stage);
             }
         }
         const Task task = read_task(smem, slot.stage);
         const Share share = find_share(task);
         if (task.phase == kGemm1) {
-            amax_parity ^= 1;
             publish_mid(p, head, task, share);
         } else {
             trace_begin(p, kEventCombine);

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from jitmoe import fp8, reference
-from jitmoe.emulate.compile import NoHostCompiler, compiler
+from jitmoe.emulate.compile import NoHostCompiler, build, compiler
 from jitmoe.emulate.mega_moe import EmulatedLayer
 from jitmoe.emulate.run import EmulationError
-from jitmoe.jit.render import templates_dir
+from jitmoe.jit.render import render, templates_dir
 from jitmoe.plan.gpu import GPUS
 from jitmoe.plan.heuristics import choose
 from jitmoe.plan.mega_moe import MegaMoePlan
@@ -128,6 +128,23 @@ def test_waits_give_up_when_the_clock_runs_out():
     emulated(fp8.encode_bf16(tokens.x), tokens.topk_ids, tokens.topk_weights, expire=True)
     assert emulated.status[0] == 1 and emulated.status[1] in range(1, 8)
     assert emulated.report.startswith("stall")
+
+
+def test_a_wait_under_multiplies_in_flight_reports_too():
+    plan = dataclasses.replace(CASES["prefill"], unroll_k=4)
+    emulated = EmulatedLayer(plan, random_layer(plan), max_tokens=8, num_blocks=2)
+    arrive = "arrive_expect_bytes(full, kWeightTileBytes);"
+    text = render(plan, layer="emulated")
+    assert arrive in text
+    emulated.executable = build(
+        text.replace(arrive, f"if (k == 1) continue;\n{arrive}"), plan.name, checked=False
+    )
+    tokens = reference.random_tokens(8, plan.hidden, plan.num_experts, plan.top_k, 0)
+    inputs = fp8.encode_bf16(tokens.x), tokens.topk_ids, tokens.topk_weights
+    with pytest.raises(EmulationError, match=r"math warp 4 .* waits for mbarrier full\[1\]"):
+        emulated(*inputs)
+    emulated(*inputs, expire=True)
+    assert emulated.status[0] == 1
 
 
 def test_out_of_bounds_is_caught():

@@ -1,8 +1,9 @@
 """The same plan and inputs on the GPU and emulated: where the two may differ, and where not.
 
-The emulated machine adds products exactly and has exact special functions. Tensor cores keep about
-14 bits of a sum, exp2 and the reciprocal are off by an ulp or two; what follows is IEEE arithmetic
-in a fixed order on both.
+The emulated machine cuts sums off as tensor cores do, and has exact special functions.
+On the GPU exp2 is off by 2 ulp at most and the reciprocal by 1 (400,000 arguments): that
+can put a code of the re-quantised activations on the other side of a tie. All else is the same
+arithmetic in the same order.
 """
 
 from functools import cache
@@ -29,10 +30,10 @@ except NoHostCompiler as error:
 HIDDEN, INTERMEDIATE, NUM_EXPERTS, TOP_K = 384, 208, 4, 2
 TOKEN_COUNTS = (1, 9, 40, 130)
 
-# A code of the re-quantised activations on the other side of a tie is a step of 2^-4 of the largest
-# of its group at most; one in some hundred is. Bounds as in conftest.py: over all elements, and for
-# each against its own size and its row's, four such in one sum.
-NORM_BOUND, WORST_BOUND = 1e-2, 0.25
+# Three ulp of an activation, 2^-22, against the spacing of its codes, 2^-3: one in some 2^17 is
+# on the other side, and moves its token's row by 2^-4 of an addend. Seen: 0 of 384, 3,456
+# and 15,360 values, 2 of 49,920.
+MOST_DIFFERENT, WORST_BOUND = 1e-2, 0.06
 
 
 class Inputs(NamedTuple):
@@ -121,7 +122,7 @@ def plan(request):
 def run_emulated(plan, layer, inputs: Inputs, x_is_fp8: bool) -> np.ndarray:
     emulated = EmulatedLayer(plan, layer, max_tokens=len(inputs.x), num_blocks=3)
     x = inputs.argument(x_is_fp8)
-    return emulated(x, inputs.topk_ids, inputs.topk_weights)
+    return emulated(x, inputs.topk_ids, inputs.topk_weights, hardware_sums=True)
 
 
 def run_on_gpu(plan, layer, inputs: Inputs, x_is_fp8: bool, workspace) -> np.ndarray:
@@ -146,9 +147,9 @@ def test_random_inputs_differ_by_few_codes(plan, workspace, num_tokens, x_is_fp8
     inputs = random_inputs(num_tokens)
     emulated = run_emulated(plan, layer, inputs, x_is_fp8)
     y = run_on_gpu(plan, layer, inputs, x_is_fp8, workspace)
-    norm, worst = reference.relative_error(y, emulated), reference.worst_element(y, emulated)
-    print(f"{(y != emulated).sum()} of {y.size} differ, {norm=:.1e}, {worst=:.3f}")
-    assert norm <= NORM_BOUND
+    worst = reference.worst_element(y, emulated)
+    print(f"{(y != emulated).sum()} of {y.size} values differ, {worst=:.3f}")
+    assert (y != emulated).mean() <= MOST_DIFFERENT
     assert worst <= WORST_BOUND
 
 

@@ -126,6 +126,7 @@ struct Collective {
     u32 values[kWarpLanes], sources[kWarpLanes];
     void* addresses[kWarpLanes];
     const u32* data[kWarpLanes];
+    const void* at;  // in the kernel's code
 };
 using Finish = void (*)(Block&, Warp&, Fiber* lanes);
 
@@ -220,7 +221,8 @@ struct Machine {
     u32 locality_percent = 0;  // continue the thread made ready last, instead of any
     u32 max_delay = 64;       // of asynchronous work, in steps
     u32 late_percent = 50;    // cp.async that land at their wait only
-    u32 starved_one_in = 0;   // warps that run only when hardly any other can
+    u32 starved_one_in = 0;   // of the warps, or of their lanes, run only when hardly any other can
+    u32 starved_threads = kWarpLanes;
 
     Block& block() { return blocks[current->block]; }
     u32 cluster_of(u32 block) const { return block / cluster_size; }
@@ -261,6 +263,7 @@ void fence_proxy(View view);
 AsyncAgent new_agent(const char* kind);  // that works for the running thread
 void release_async(const AsyncAgent& agent, bool is_generic, Clocks& to);
 void check_access(const void* pointer, u32 num_bytes, Access access, const void* at);
+void check_access(const void* pointer, u32 num_bytes, Access access, const void* at, const Fiber& fiber);
 bool check_async_access(const AsyncAgent& agent, const void* pointer, u32 num_bytes, Access access, View view,
                         const void* at);  // false: it reads garbage
 void print_garbage();
@@ -279,6 +282,7 @@ struct Lane {  // what a lane brings
     u32 value = 0, source = 0;
     void* address = nullptr;
     const u32* data = nullptr;
+    const void* at = nullptr;
 };
 void lane_exited(Fiber& fiber);
 void meet(const char* name, u32 mask, u32 argument, u32 line, const Lane& lane, Finish finish);

@@ -340,9 +340,13 @@ static u32 code_address(const void* address) { return u32(reinterpret_cast<u64>(
 static u32 caller_of(const Fiber& fiber) { return fiber.num_calls ? fiber.calls[(fiber.num_calls - 1) % kMaxCalls] : 0; }
 
 void check_access(const void* pointer, u32 num_bytes, Access access, const void* at) {
-    if (!machine.checked || machine.current == nullptr) return;
-    const Sight known = sight_of(*machine.current, kGenericView);
-    const Record now{known.agent, known.own, code_address(at), caller_of(*machine.current)};
+    if (machine.current) check_access(pointer, num_bytes, access, at, *machine.current);
+}
+
+void check_access(const void* pointer, u32 num_bytes, Access access, const void* at, const Fiber& fiber) {
+    if (!machine.checked) return;
+    const Sight known = sight_of(fiber, kGenericView);
+    const Record now{known.agent, known.own, code_address(at), caller_of(fiber)};
     access_bytes(pointer, num_bytes, {now, access, known, known});
 }
 

@@ -273,6 +273,7 @@ static void choose_manner() {
     machine.max_delay = kDelay[machine.random.below(3)];
     machine.late_percent = kLate[machine.random.below(3)];
     machine.starved_one_in = kStarved[machine.random.below(4)];
+    machine.starved_threads = machine.random.one_in(2) ? kWarpLanes : 1;
 }
 
 void start(void (*the_kernel)(const void*)) {
@@ -290,7 +291,9 @@ void start(void (*the_kernel)(const void*)) {
         Fiber& fiber = machine.fibers[i];
         fiber.thread = i % machine.num_threads;
         fiber.block = i / machine.num_threads;
-        if (i % kWarpLanes == 0) is_starved = machine.starved_one_in && machine.random.one_in(machine.starved_one_in);
+        if (i % machine.starved_threads == 0) {
+            is_starved = machine.starved_one_in && machine.random.one_in(machine.starved_one_in);
+        }
         fiber.is_starved = is_starved;
         fiber.stack_pointer = new_stack_frame(stack + kGuardBytes + kStackBytes, fiber_main);
         ready.push_back(&fiber);

@@ -43,6 +43,7 @@ void meet(const char* name, u32 mask, u32 argument, u32 line, const Lane& lane, 
     c.sources[self->lane()] = lane.source;
     c.addresses[self->lane()] = lane.address;
     c.data[self->lane()] = lane.data;
+    c.at = lane.at;
     c.arrived |= bit;
     if ((mask & ~(c.arrived | warp.exited)) == 0) {
         finish_if_complete(self->block, self->warp());
@@ -121,26 +122,27 @@ u32 match_any(u32 mask, u32 value, u32 line) {
 }
 
 // stmatrix: "thread 8 i + r holds the address of row r of matrix i"; its fragment gives lane l elements 2 (l % 4) and + 1
-// of row l / 4. With .trans address r receives column r.
+// of row l / 4. With .trans address r receives column r. Each lane writes what it brings: only a barrier shows it to the
+// lane whose row it is.
 template <bool kTransposed>
-static void finish_store_matrices(Block&, Warp& warp, Fiber*) {
+static void finish_store_matrices(Block&, Warp& warp, Fiber* lanes) {
     const Collective& c = warp.collective;
     for (u32 i = 0; i < c.argument; ++i) {
         for (u32 r = 0; r < 8; ++r) {
-            u16 row[8];
+            u16* row = static_cast<u16*>(c.addresses[8 * i + r]);
+            check_shared(row, 16, 16, "stmatrix");
             for (u32 k = 0; k < 8; ++k) {
-                const u32 y = kTransposed ? k : r, x = kTransposed ? r : k;
-                row[k] = u16(c.data[y * 4 + x / 2][i] >> x % 2 * 16);
+                const u32 y = kTransposed ? k : r, x = kTransposed ? r : k, from = y * 4 + x / 2;
+                check_access(row + k, 2, Access::kWrite, warp.collective.at, lanes[from]);
+                row[k] = u16(c.data[from][i] >> x % 2 * 16);
             }
-            check_shared(c.addresses[8 * i + r], 16, 16, "stmatrix");
-            std::memcpy(c.addresses[8 * i + r], row, 16);
         }
     }
 }
 
 void store_matrices(void* row, const u32* matrices, u32 count, bool transposed) {
-    const Lane lane{0, 0, row, matrices};
-    if (machine.current->lane() < 8 * count) check_access(row, 16, Access::kWrite, __builtin_return_address(0));
+    Lane lane{0, 0, row, matrices};
+    lane.at = __builtin_return_address(0);
     if (transposed) {
         meet("stmatrix.trans", kAllLanes, count, 0, lane, finish_store_matrices<true>);
     } else {
