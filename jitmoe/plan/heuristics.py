@@ -79,12 +79,12 @@ def choose(problem: MoeProblem, gpu: GpuSpec) -> MegaMoePlan:
 def _unroll_k(name: str, top_k: int) -> int:
     """k-blocks of the main loop in one piece: the more, the rarer are the tensor cores drained.
 
-    8 is 0.8 % quicker than 4 on S1 at 8192 tokens, 0.3 % at 2048 (H200, 2026-11-29); it spills
-    where the code around the loop is longest.
+    8 is 0.8 % quicker than 4 on S1 at 8192 tokens, 0.3 % at 2048 (H200, 2026-11-29), and spills at
+    some sizes; so does 2 beyond 16 slots, where the code around the loop is longest.
     """
     if name == "decode":
         return 1
-    return 8 if top_k <= 16 else 1
+    return 4 if top_k <= 16 else 1
 
 
 def plans_of_model(problem: MoeProblem, gpu: GpuSpec) -> dict[str, MegaMoePlan]:
