@@ -61,10 +61,10 @@ class MegaMoePlan(Plan):
         schedule = Role("schedule", 1, regs, "claim tasks, publish them and their token rows")
         gather = Role("gather", self.num_gather_warps, regs, "token rows and scales into the ring")
         feed = Role("feed", 1, regs, "TMA: token tiles and scales into the ring")
-        spare = Role("spare", 1, regs, "nothing: fills the warpgroup")
+        deliver = Role("deliver", 1, regs, "tell other blocks of tiles, list tokens to combine")
         jobs = "GEMMs, SwiGLU, re-quantise, combine"
         math = Role("math", self.num_math_warps, self.math_regs, jobs)
-        tokens = (feed, spare) if self.split_tokens else (gather,)
+        tokens = (feed, deliver) if self.split_tokens else (gather,)
         return (load, schedule, *tokens, math)
 
     @property
@@ -113,10 +113,10 @@ class MegaMoePlan(Plan):
     def smem(self) -> MemoryMap:
         stages, slots, tokens = self.num_stages, self.num_task_slots, self.block_tokens
         experts, math = self.num_experts, self.num_math_warps
-        feeder = "feed" if self.split_tokens else "gather"
+        feeder, others = ("feed", "deliver, math") if self.split_tokens else ("gather", "math")
         to_roles, from_roles = (
-            f"schedule -> load, {feeder}, math",
-            f"load, {feeder}, math -> schedule",
+            f"schedule -> load, {feeder}, {others}",
+            f"load, {feeder}, {others} -> schedule",
         )
         weight_tile, token_tile = self.block_rows * self.block_k, tokens * self.block_k
         transpose = 2048 if self.split_tokens else 1024  # 16 rows of 128 bytes; 32 of 2 x 16
@@ -132,12 +132,22 @@ class MegaMoePlan(Plan):
             Region("task_empty", "u64", (slots,), 8, from_roles),
             Region("tasks", "u32", (slots, 8), 16, to_roles),
             Region("task_rows", "u32", (slots, tokens), 16, to_roles),
-            Region("task_used", "u32", (slots, tokens), 16, "schedule -> math"),
+            Region("task_used", "u32", (slots, tokens), 16, f"schedule -> {others}"),
             Region("row_start", "u32", (experts + 1,), 4, "head -> schedule"),
             Region("row_end", "u32", (experts,), 4, "head -> schedule"),
             Region("block_start", "u32", (experts + 1,), 4, "head -> schedule"),
         ]
-        if not self.split_tokens:
+        if self.split_tokens:
+            regions += [
+                Region("stored", "u64", (slots,), 8, "math -> deliver"),
+                Region("list_full", "u64", (2,), 8, "deliver -> math"),
+                Region("list_empty", "u64", (2,), 8, "math -> deliver"),
+                Region("list_size", "u32", (2,), 4, "deliver -> math"),
+                Region("list_tile", "u32", (2,), 4, "deliver -> math"),
+                Region("list_tokens", "u32", (2, tokens), 16, "deliver -> math"),
+                Region("list_used", "u32", (2, tokens), 16, "deliver -> math"),
+            ]
+        else:
             rows_apart = 4 * self.num_gather_warps
             regions += [
                 Region("amax", "f32", (math, 64), 128, "math <-> math"),

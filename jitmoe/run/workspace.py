@@ -21,6 +21,9 @@ _WAITS = {
     5: "{expected} blocks at the grid barrier",
     6: "{expected} blocks to finish the head",
     7: "{expected} finished GEMM 1 tiles of block {index}",
+    8: "the tile of task slot {index} to be stored",
+    9: "list {index} of tokens to be filled",
+    10: "list {index} of tokens to be freed",
 }
 
 

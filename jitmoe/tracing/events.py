@@ -24,6 +24,9 @@ EVENTS = {
     WAIT + 5: "wait grid barrier",
     WAIT + 6: "wait head",
     WAIT + 7: "wait mid",
+    WAIT + 8: "wait tile stored",
+    WAIT + 9: "wait list full",
+    WAIT + 10: "wait list empty",
 }
 CODES = {name: code for code, name in EVENTS.items()}
 

@@ -26,6 +26,9 @@ _WAITS = {
     "wait grid barrier": "#54278f",
     "wait head": "#df65b0",
     "wait mid": "#e7298a",
+    "wait tile stored": "#bdbdbd",
+    "wait list full": "#fcae91",
+    "wait list empty": "#969696",
 }
 
 

@@ -10,6 +10,9 @@ enum Wait : u32 {
     kWaitGridBarrier = 5,
     kWaitHead = 6,
     kWaitMid = 7,
+    kWaitTileStored = 8,
+    kWaitListFull = 9,
+    kWaitListEmpty = 10,
 };
 
 // Words of Params::header.

@@ -44,36 +44,3 @@ DEVICE void sum_slices(const Params& p, const u32 (&tokens)[kCombineTokens], con
                        pack_bf16(sums[t][4], sums[t][5]), pack_bf16(sums[t][6], sums[t][7]));
     }
 }
-
-// After store_slices. Lanes count deliveries for a token each; then the warp sums the complete ones together.
-DEVICE void combine_tokens(const Params& p, const Task& task, const Share& share, const u32* pairs,
-                           const u32* used_of_row) {
-    if (share.num_tokens == 0) return;
-    sync_share(share);
-    const u32 warp = kSplitTokens ? share.warp : share.group * 4 + share.warp;
-    const u32 i = lane_idx() * share.num_warps + warp;
-    u32 token = 0, used = 0;
-    bool last = false;
-    if (i < share.num_tokens) {
-        token = pairs[i] / kTopK;
-        used = used_of_row[i];
-        u32* count = p.combine_count + u64(token) * kNumTiles2 + task.tile;
-        // Releases this tile's slices and, for the last, acquires all others': pairs with itself in other CTAs.
-        last = fetch_add_acq_rel_gpu(count, 1) + 1 == __popc(used);
-        if (last) store_relaxed_gpu(count, 0);  // ready for the next launch
-    }
-    u32 ready = __ballot_sync(kFullMask, last);
-    if (ready != 0) sync_warp();  // what the last have acquired is ordered before every lane's loads
-    while (ready != 0) {
-        u32 tokens[kCombineTokens], slots[kCombineTokens];
-#pragma unroll
-        for (u32 t = 0; t < kCombineTokens; ++t) {
-            const u32 lane = ready != 0 ? __ffs(ready) - 1 : 0;
-            tokens[t] = __shfl_sync(kFullMask, token, lane);
-            slots[t] = __shfl_sync(kFullMask, used, lane);
-            if (ready == 0) slots[t] = 0;
-            ready &= ready - 1;
-        }
-        sum_slices(p, tokens, slots, task.tile);
-    }
-}

@@ -65,6 +65,7 @@ DEVICE void store_mid(const Params& p, Smem& smem, const Task& task, const Share
             make_uint4(permute_bytes(v.x, v.y, 0x5410), permute_bytes(v.z, v.w, 0x5410),
                        permute_bytes(v.x, v.y, 0x7632), permute_bytes(v.z, v.w, 0x7632));
     }
+    sync_warp();  // before the next tile's rows come into the buffer
 }
 
 template <u32 N>

@@ -38,6 +38,3 @@ DEVICE void role_feed(const Params& p, Smem& smem, const Head& head) {
         trace_end(p, kEventTask);
     }
 }
-
-// Fills the warpgroup of the producers.
-DEVICE void role_spare(const Params&, Smem&, const Head&) {}

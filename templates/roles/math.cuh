@@ -180,10 +180,11 @@ DEVICE void skip_tile(const Params& p, Smem& smem, Ring<kNumStages>& ring, const
 DEVICE void role_math(const Params& p, Smem& smem, const Head& head) {
     Ring<kNumTaskSlots> slot;
     Ring<kNumStages> ring;
+    Lists lists;
     for (;; slot.advance()) {
         {
             const Task task = next_task(p, smem, slot);
-            if (task.phase == kDone) return;
+            if (task.phase == kDone) break;
             trace_task(p, task);
             const Share share = find_share(task);
             if (share.num_tokens == 0) {
@@ -199,16 +200,9 @@ DEVICE void role_math(const Params& p, Smem& smem, const Head& head) {
             }
         }
         const Task task = read_task(smem, slot.stage);
-        const Share share = find_share(task);
-        if (task.phase == kGemm1) {
-            publish_mid(p, head, task, share);
-        } else {
-            trace_begin(p, kEventCombine);
-            combine_tokens(p, task, share, smem.task_rows[slot.stage] + share.first_token,
-                           smem.task_used[slot.stage] + share.first_token);
-            trace_end(p, kEventCombine);
-        }
+        finish_tile(p, smem, head, task, find_share(task), slot.stage, lists);
         trace_end(p, kEventTask);
         free_task(smem, slot);
     }
+    finish_last_tile(p, smem, lists);
 }

@@ -8,9 +8,10 @@ struct Task {
     u32 phase, expert, tile, row_start, num_rows, block;
 };
 
-// Arrivals that free a task slot: the load lane, the feed lane or all lanes of the gather warps, all lanes of the math
+// Arrivals that free a task slot: the load lane; the feed lane and the deliver warp, or the gather warps; the math
 // warps.
-constexpr u32 kTaskConsumers = 1 + (kSplitTokens ? 1 : kNumGatherWarps * kWarpThreads) + kNumMathWarps * kWarpThreads;
+constexpr u32 kTaskConsumers =
+    1 + (kSplitTokens ? 1 + kWarpThreads : kNumGatherWarps * kWarpThreads) + kNumMathWarps * kWarpThreads;
 
 // Blocks of one expert that are walked together for each weight tile: their tokens stay in L2 while every weight tile
 // is read once. 16 x 128 tokens of hidden 7168 are 15 MB. Guess.

@@ -30,20 +30,11 @@ DEVICE Share find_share(const Task& task) {
     }
 }
 
-// Groups of warps that finish a tile independently of each other: they publish it together.
-constexpr u32 kNumShares = kSplitTokens ? 2 : 1;
-
 DEVICE void sync_share(const Share& share) { sync_named(share.barrier, share.num_warps * kWarpThreads); }
 
-// A block's rows of Params::mid are finished by every tile of GEMM 1, in shares.
-DEVICE void publish_mid(const Params& p, const Head& head, const Task& task, const Share& share) {
-    sync_share(share);
-    const bool leader = share.warp == 0 && lane_idx() == 0 && (kNumShares == 2 || share.group == 0);
-    if (leader) add_release_gpu(counter(p, head, kBankBlocks + task.block), 1);  // pairs with wait_for_mid
-}
-
+// Until every tile of GEMM 1 has brought its channels to the block's rows of Params::mid. Pairs with publish_mid or
+// role_deliver.
 DEVICE void wait_for_mid(const Params& p, const Head& head, u32 block) {
-    constexpr u32 kExpected = kNumTiles1 * kNumShares;
-    wait_until(p, kWaitMid, block, kExpected,
-               [&] { return load_acquire_gpu(counter(p, head, kBankBlocks + block)) == kExpected; });
+    wait_until(p, kWaitMid, block, kNumTiles1,
+               [&] { return load_acquire_gpu(counter(p, head, kBankBlocks + block)) == kNumTiles1; });
 }

@@ -105,8 +105,6 @@ def test_tasks_cover_each_tile_once(traced):
         for tile in range(tiles)
     }
     for role in plan.roles:
-        if role.name == "spare":
-            continue
         tasks = traced.trace.select("task", role.name)
         fields = [values.tolist() for values in task_fields(tasks["payload"]).values()]
         covered = Counter(zip(*fields, strict=True))
@@ -140,7 +138,7 @@ def test_summary(traced):
     assert 0 < summary.tail < summary.duration and summary.num_blocks == 4
     for role, waits in summary.waits.items():
         assert summary.busy[role] + sum(waits.values()) / summary.duration <= 1, role
-    assert "stage empty" in summary.waits["load"] and not summary.waits.get("spare")
+    assert "stage empty" in summary.waits["load"]
 
 
 def test_perfetto(traced, tmp_path):

@@ -50,8 +50,6 @@ def test_same_result_every_tile_sane_times(call, workspace, tmp_path):
     num_blocks = int(sum(-(-n // plan.block_tokens) for n in counts))
     num_tasks = num_blocks * (plan.num_tiles_1 + plan.num_tiles_2)
     for role in plan.roles:
-        if role.name == "spare":
-            continue
         fields = task_fields(trace.select("task", role.name)["payload"])
         covered = Counter(zip(*(values.tolist() for values in fields.values()), strict=True))
         assert len(covered) == num_tasks, role.name

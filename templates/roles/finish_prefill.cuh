@@ -1,0 +1,92 @@
+// Prefill: how a tile is finished once it is stored. Fences and atomics with other CTAs take a microsecond each, so a
+// warp of their own does them, and lists the tokens that the tile completes. The math warps sum those after their next
+// tile of GEMM 2.
+
+constexpr u32 kNumLists = 2;
+
+DEVICE void role_deliver(const Params& p, Smem& smem, const Head& head) {
+    Ring<kNumTaskSlots> slot;
+    Ring<kNumLists> list;
+    const u32 lane = lane_idx(), lanes_before = (1u << lane) - 1;
+    for (;; slot.advance()) {
+        const Task task = next_task(p, smem, slot);
+        if (task.phase == kDone) return;
+        trace_task(p, task);
+        // Pairs with finish_tile.
+        wait_barrier(p, kWaitTileStored, &smem.stored[slot.stage], slot.stage, slot.parity());
+        if (task.phase == kGemm1) {
+            // Rows of Params::mid; pairs with wait_for_mid.
+            if (lane == 0) add_release_gpu(counter(p, head, kBankBlocks + task.block), 1);
+            free_task(smem, slot);
+            trace_end(p, kEventTask);
+            continue;
+        }
+        wait_barrier(p, kWaitListEmpty, &smem.list_empty[list.stage], list.stage, list.empty_parity());
+        u32 size = 0;
+#pragma unroll 1
+        for (u32 first = 0; first < task.num_rows; first += kWarpThreads) {
+            const u32 row = first + lane;
+            u32 token = 0, used = 0;
+            bool last = false;
+            if (row < task.num_rows) {
+                token = smem.task_rows[slot.stage][row] / kTopK;
+                used = smem.task_used[slot.stage][row];
+                u32* count = p.combine_count + u64(token) * kNumTiles2 + task.tile;
+                // Releases this tile's slices and, for the last, acquires all others': pairs with itself in other CTAs.
+                last = fetch_add_acq_rel_gpu(count, 1) + 1 == __popc(used);
+                if (last) store_relaxed_gpu(count, 0);  // ready for the next launch
+            }
+            const u32 lasts = __ballot_sync(kFullMask, last);
+            if (last) {
+                const u32 at = size + __popc(lasts & lanes_before);
+                smem.list_tokens[list.stage][at] = token;
+                smem.list_used[list.stage][at] = used;
+            }
+            size += __popc(lasts);
+        }
+        if (lane == 0) {
+            smem.list_size[list.stage] = size;
+            smem.list_tile[list.stage] = task.tile;
+        }
+        arrive(&smem.list_full[list.stage]);  // every lane, for what it wrote and acquired; pairs with sum_list
+        list.advance();
+        free_task(smem, slot);
+        trace_end(p, kEventTask);
+    }
+}
+
+// Tiles of GEMM 2 that this warp has stored; the list of the last has not been summed.
+struct Lists {
+    u32 num_stored = 0;
+};
+
+DEVICE void sum_list(const Params& p, Smem& smem, u32 number) {
+    const u32 stage = number % kNumLists;
+    wait_barrier(p, kWaitListFull, &smem.list_full[stage], stage, number / kNumLists % 2);
+    const u32 size = smem.list_size[stage], tile = smem.list_tile[stage];
+    for (u32 first = (warp_idx() - kMathWarpBegin) * kCombineTokens; first < size;
+         first += kNumMathWarps * kCombineTokens) {
+        u32 tokens[kCombineTokens], used[kCombineTokens];
+#pragma unroll
+        for (u32 t = 0; t < kCombineTokens; ++t) {
+            tokens[t] = first + t < size ? smem.list_tokens[stage][first + t] : 0;
+            used[t] = first + t < size ? smem.list_used[stage][first + t] : 0;
+        }
+        sum_slices(p, tokens, used, tile);
+    }
+    arrive(&smem.list_empty[stage]);  // every lane
+}
+
+DEVICE void finish_tile(const Params& p, Smem& smem, const Head&, const Task& task, const Share&, u32 slot,
+                        Lists& lists) {
+    arrive(&smem.stored[slot]);  // every lane, for what it stored; pairs with role_deliver
+    if (task.phase == kGemm1) return;
+    trace_begin(p, kEventCombine);
+    if (lists.num_stored > 0) sum_list(p, smem, lists.num_stored - 1);
+    trace_end(p, kEventCombine);
+    lists.num_stored += 1;
+}
+
+DEVICE void finish_last_tile(const Params& p, Smem& smem, const Lists& lists) {
+    if (lists.num_stored > 0) sum_list(p, smem, lists.num_stored - 1);
+}
