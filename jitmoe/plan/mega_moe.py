@@ -141,7 +141,6 @@ class MegaMoePlan(Plan):
             regions += [
                 Region("stored", "u64", (slots,), 8, "math -> deliver"),
                 Region("list_full", "u64", (2,), 8, "deliver -> math"),
-                Region("list_empty", "u64", (2,), 8, "math -> deliver"),
                 Region("list_size", "u32", (2,), 4, "deliver -> math"),
                 Region("list_tile", "u32", (2,), 4, "deliver -> math"),
                 Region("list_tokens", "u32", (2, tokens), 16, "deliver -> math"),

@@ -23,7 +23,6 @@ _WAITS = {
     7: "{expected} finished GEMM 1 tiles of block {index}",
     8: "the tile of task slot {index} to be stored",
     9: "list {index} of tokens to be filled",
-    10: "list {index} of tokens to be freed",
 }
 
 

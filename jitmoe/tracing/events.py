@@ -26,7 +26,6 @@ EVENTS = {
     WAIT + 7: "wait mid",
     WAIT + 8: "wait tile stored",
     WAIT + 9: "wait list full",
-    WAIT + 10: "wait list empty",
 }
 CODES = {name: code for code, name in EVENTS.items()}
 

@@ -28,7 +28,6 @@ _WAITS = {
     "wait mid": "#e7298a",
     "wait tile stored": "#bdbdbd",
     "wait list full": "#fcae91",
-    "wait list empty": "#969696",
 }
 
 

@@ -12,7 +12,6 @@ enum Wait : u32 {
     kWaitMid = 7,
     kWaitTileStored = 8,
     kWaitListFull = 9,
-    kWaitListEmpty = 10,
 };
 
 // Words of Params::header.

@@ -1,7 +1,7 @@
 // Prefill: what becomes of a warpgroup's sums, which hold its tokens by rows and channels by columns. GEMM 1: SwiGLU,
 // then re-quantisation per token and 128 channels, e4m3 rows in Params::mid. GEMM 2: bf16 rows in Params::slices, one
 // per routed pair. A warp holds all channels of 16 tokens, so it needs no other warp; 16-byte pieces of rows are put
-// together in a buffer of its own.
+// together in a buffer of its own, which is free again: the main loop has a __syncwarp in every k-block.
 
 // Rows lane / 4 and + 8 of the warp's 16 tokens. Columns of a 64-wide chunk are gate and up in alternating groups of 8:
 // registers 8i .. 8i+3 are gate and 8i+4 .. 8i+7 up of two channels, for the two rows.
@@ -65,7 +65,6 @@ DEVICE void store_mid(const Params& p, Smem& smem, const Task& task, const Share
             make_uint4(permute_bytes(v.x, v.y, 0x5410), permute_bytes(v.z, v.w, 0x5410),
                        permute_bytes(v.x, v.y, 0x7632), permute_bytes(v.z, v.w, 0x7632));
     }
-    sync_warp();  // before the next tile's rows come into the buffer
 }
 
 template <u32 N>

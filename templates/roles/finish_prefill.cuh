@@ -21,7 +21,7 @@ DEVICE void role_deliver(const Params& p, Smem& smem, const Head& head) {
             trace_end(p, kEventTask);
             continue;
         }
-        wait_barrier(p, kWaitListEmpty, &smem.list_empty[list.stage], list.stage, list.empty_parity());
+        // The list is free: the warps that stored this tile have summed the list before the last.
         u32 size = 0;
 #pragma unroll 1
         for (u32 first = 0; first < task.num_rows; first += kWarpThreads) {
@@ -74,7 +74,6 @@ DEVICE void sum_list(const Params& p, Smem& smem, u32 number) {
         }
         sum_slices(p, tokens, used, tile);
     }
-    arrive(&smem.list_empty[stage]);  // every lane
 }
 
 DEVICE void finish_tile(const Params& p, Smem& smem, const Head&, const Task& task, const Share&, u32 slot,

@@ -72,11 +72,18 @@ def test_same_result_every_tile_sane_times(call, workspace, tmp_path):
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
 
 
-def test_stamps_cost_little(call):
-    """A traced plan in the place of an untraced one: at most 3 % slower, by medians of replays."""
+@pytest.mark.parametrize(
+    ("bucket", "num_tokens", "most"), [("decode", 64, 1.03), ("prefill", 4096, 1.12)]
+)
+def test_stamps_cost_little(make_layer, make_call, bucket, num_tokens, most):
+    """A traced plan in the place of an untraced one, by medians of replays, where tiles take 10 us
+    and more. Measured: less than 3 % in decode, 6 to 9 % in prefill.
+    """
     import cupy
 
-    call, plan = call
+    call = make_call(make_layer(16, 7168, 2048), num_tokens, TOP_K)
+    plan = choose(call.layer.weights.problem(num_tokens, TOP_K), device_spec(0))
+    assert plan.bucket == bucket
     tokens, y = call.tokens, cupy.empty(call.tokens.x.shape, cupy.uint16)
 
     def run_us(plan):
@@ -116,4 +123,4 @@ def test_stamps_cost_little(call):
     with_stamps = run_us(replace(plan, trace=True))
     untraced.append(run_us(plan))
     # The GPU's clock wanders by a percent from one measurement to the next.
-    assert with_stamps <= 1.03 * max(untraced) + 0.5, (untraced, with_stamps)
+    assert with_stamps <= most * max(untraced) + 0.5, (untraced, with_stamps)
