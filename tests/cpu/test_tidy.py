@@ -180,7 +180,8 @@ def test_ruff(command):
 
 def test_clang_format():
     pytest.importorskip("clang_format", reason="clang-format is in the dev extra")
-    files = [str(path) for path in sorted(TEMPLATES.rglob("*.cuh"))]
+    runtime = PACKAGE / "emulate" / "runtime"
+    files = [str(path) for path in sorted([*TEMPLATES.rglob("*.cuh"), *runtime.iterdir()])]
     code = "import clang_format; clang_format.clang_format()"
     result = run(sys.executable, "-c", code, "--dry-run", "-Werror", *files)
     assert result.returncode == 0, result.stderr

@@ -25,7 +25,8 @@ static std::unordered_map<u32, std::vector<Fiber*>> waiting;  // by cluster
 bool complete_cluster(u32 cluster) {
     std::vector<Fiber*>& there = waiting[cluster];
     u32 num_live = 0;
-    for (u32 i = 0; i < machine.cluster_size; ++i) num_live += machine.blocks[cluster * machine.cluster_size + i].num_live;
+    for (u32 i = 0; i < machine.cluster_size; ++i)
+        num_live += machine.blocks[cluster * machine.cluster_size + i].num_live;
     if (there.empty() || there.size() < num_live) return false;
     Clock all;
     for (const Fiber* fiber : there) release_generic(*fiber, all);

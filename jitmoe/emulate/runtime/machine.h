@@ -93,8 +93,8 @@ struct Fiber {
     u32 wgmma_position = 0;  // in its warp's stream
     bool wgmma_fenced = false;
 
-    AsyncAgent copy_agent;                 // of its cp.async
-    std::vector<AsyncAgent> bulk_agents;   // of its tensor and bulk copies, in turn
+    AsyncAgent copy_agent;                // of its cp.async
+    std::vector<AsyncAgent> bulk_agents;  // of its tensor and bulk copies, in turn
     u32 num_bulk_copies = 0;
     u32 calls[kMaxCalls], num_calls = 0;  // in the checked build: where kernel text calls kernel text
 
@@ -108,10 +108,10 @@ struct Mbarrier {
     i64 tx_bytes = 0;
     u32 phase = 0;
     std::vector<Fiber*> waiters;
-    u32 initialised_by = 0;  // thread
-    bool is_fenced = false;  // fence.mbarrier_init
-    Clocks arrived;  // in this phase
-    SharedClocks completed;  // the phase before
+    u32 initialised_by = 0;                    // thread
+    bool is_fenced = false;                    // fence.mbarrier_init
+    Clocks arrived;                            // in this phase
+    SharedClocks completed;                    // the phase before
     Clock cluster_arrived, cluster_completed;  // by other blocks
 };
 
@@ -198,9 +198,9 @@ struct Machine {
     u32 num_blocks = 0, num_threads = 0, shared_bytes = 0, cluster_size = 1;
     std::vector<Grid> grids;
     u64 seed = 0;
-    bool checked = false;  // kernel text reports its accesses (races.cpp)
+    bool checked = false;        // kernel text reports its accesses (races.cpp)
     bool hardware_sums = false;  // of wgmma: as an H200 cuts them off, rather than exact (wgmma.cpp)
-    bool expire = false;   // on a stall let the clock run out, so that waits with a budget give up
+    bool expire = false;         // on a stall let the clock run out, so that waits with a budget give up
     bool expired = false;
     u64 stalled_at = 0;
     std::vector<Region> regions;
@@ -217,11 +217,11 @@ struct Machine {
     Counters counters;
 
     // How this seed plays: chosen in start().
-    u32 switch_one_in = 8;    // switch threads at one operation in so many
+    u32 switch_one_in = 8;     // switch threads at one operation in so many
     u32 locality_percent = 0;  // continue the thread made ready last, instead of any
-    u32 max_delay = 64;       // of asynchronous work, in steps
-    u32 late_percent = 50;    // cp.async that land at their wait only
-    u32 starved_one_in = 0;   // of the warps, or of their lanes, run only when hardly any other can
+    u32 max_delay = 64;        // of asynchronous work, in steps
+    u32 late_percent = 50;     // cp.async that land at their wait only
+    u32 starved_one_in = 0;    // of the warps, or of their lanes, run only when hardly any other can
     u32 starved_threads = kWarpLanes;
 
     Block& block() { return blocks[current->block]; }
@@ -231,11 +231,11 @@ struct Machine {
 extern Machine machine;
 
 // scheduler.cpp
-void start(void (*kernel)(const void*));                      // runs the grids to their end
-void maybe_switch();                                          // any operation may let others run
-void block_on(const Waiting& waiting);                        // until wake()
+void start(void (*kernel)(const void*));  // runs the grids to their end
+void maybe_switch();                      // any operation may let others run
+void block_on(const Waiting& waiting);    // until wake()
 void wake(Fiber* fiber);
-void later(u32 max_delay, std::function<void()> work);        // asynchronous work, in any order
+void later(u32 max_delay, std::function<void()> work);  // asynchronous work, in any order
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));  // the kernel broke a rule
 std::string place_name(const Fiber& fiber);
 std::string block_name(u32 block);

@@ -46,8 +46,8 @@ static void on_fault(int, siginfo_t* info, void*) {
     const u8* at = static_cast<const u8*>(info->si_addr);
     for (const Region& region : machine.regions) {
         if (at < region.begin - kPage || at >= region.begin + region.num_bytes + kPage) continue;
-        fail("access at byte %lld of %s, which has %llu%s", i64(at - region.begin), region.name.c_str(), region.num_bytes,
-             region.writable ? "" : " and is an input");
+        fail("access at byte %lld of %s, which has %llu%s", i64(at - region.begin), region.name.c_str(),
+             region.num_bytes, region.writable ? "" : " and is an input");
     }
     for (u32 b = 0; b < machine.num_blocks; ++b) {
         const i64 offset = at - machine.blocks[b].shared;
@@ -89,7 +89,8 @@ static int run() {
         } else if (word == "pointer") {  // at this offset of the grid's parameters, to this region
             u32 offset, region;
             std::cin >> offset >> region;
-            std::memcpy(static_cast<u8*>(machine.grids.back().params.get()) + offset, &machine.regions.at(region).begin, 8);
+            std::memcpy(static_cast<u8*>(machine.grids.back().params.get()) + offset, &machine.regions.at(region).begin,
+                        8);
         } else if (word == "address") {  // in this region at this byte, of that region
             u32 table, offset, region;
             std::cin >> table >> offset >> region;

@@ -33,8 +33,8 @@ void init_barrier(u64* barrier, u32 arrivals) {
     *barrier = kMark;
 }
 
-// "fence.mbarrier_init orders the prior mbarrier.init operations of the executing thread": before it the async proxy does
-// not know them.
+// "fence.mbarrier_init orders the prior mbarrier.init operations of the executing thread": before it the async proxy
+// does not know them.
 void fence_barrier_init() {
     maybe_switch();
     for (auto& entry : machine.block().mbarriers) {
@@ -93,7 +93,8 @@ void arrive_cluster(u64* barrier, u32 rank) {
 }
 
 static void check_alive(u32 block, const char* what) {
-    if (machine.blocks[block].num_live == 0 && !machine.expired) fail("%s lands in block %u, which is over", what, block);
+    if (machine.blocks[block].num_live == 0 && !machine.expired)
+        fail("%s lands in block %u, which is over", what, block);
 }
 
 // cp.async.mbarrier.arrive: "an arrive-on operation is triggered when all prior cp.async operations of the executing
@@ -196,7 +197,7 @@ struct TileCopy {
     int coords[5];
     u32 block, tile, barrier;
     AsyncAgent agent;
-    std::vector<bool> garbage;  // by chunk of 16 bytes, if any
+    std::vector<bool> garbage;   // by chunk of 16 bytes, if any
     std::shared_ptr<u32> parts;  // that have not landed
 };
 
@@ -237,7 +238,8 @@ static void copy_rows(const TileCopy& copy, u32 begin, u32 end) {
 }
 
 static void check_fenced(const Mbarrier& barrier, u32 address) {
-    if (!barrier.is_fenced) fail("a copy completes on %s: no fence.mbarrier_init since its init", shared_name(address).c_str());
+    if (!barrier.is_fenced)
+        fail("a copy completes on %s: no fence.mbarrier_init since its init", shared_name(address).c_str());
 }
 
 // cp.async.bulk: "sizes and addresses are multiples of 16".

@@ -269,8 +269,8 @@ void print_garbage() {
                 num_garbage, first_garbage.c_str());
 }
 
-// An access as the checks see it. It must know of the writes before it in `writes`, and if it writes itself of the reads
-// before it in `reads`.
+// An access as the checks see it. It must know of the writes before it in `writes`, and if it writes itself of the
+// reads before it in `reads`.
 struct Checked {
     Record now;
     Access access;
@@ -337,7 +337,9 @@ static bool access_bytes(const void* pointer, u32 num_bytes, Checked c) {
 
 static u32 code_address(const void* address) { return u32(reinterpret_cast<u64>(address)); }
 
-static u32 caller_of(const Fiber& fiber) { return fiber.num_calls ? fiber.calls[(fiber.num_calls - 1) % kMaxCalls] : 0; }
+static u32 caller_of(const Fiber& fiber) {
+    return fiber.num_calls ? fiber.calls[(fiber.num_calls - 1) % kMaxCalls] : 0;
+}
 
 void check_access(const void* pointer, u32 num_bytes, Access access, const void* at) {
     if (machine.current) check_access(pointer, num_bytes, access, at, *machine.current);
@@ -392,14 +394,12 @@ void check_word(const u32* word, bool loads, bool stores, Order order, Scope sco
 // What the compiler's ThreadSanitizer pass calls.
 extern "C" {
 
-#define EMU_ACCESS(name, num_bytes, access)                                             \
-    void name(void* pointer) {                                                          \
-        emu::check_access(pointer, num_bytes, access, __builtin_return_address(0));     \
-    }
-#define EMU_ACCESSES(num_bytes)                                                         \
-    EMU_ACCESS(__tsan_read##num_bytes, num_bytes, emu::Access::kRead)                   \
-    EMU_ACCESS(__tsan_write##num_bytes, num_bytes, emu::Access::kWrite)                 \
-    EMU_ACCESS(__tsan_unaligned_read##num_bytes, num_bytes, emu::Access::kRead)         \
+#define EMU_ACCESS(name, num_bytes, access) \
+    void name(void* pointer) { emu::check_access(pointer, num_bytes, access, __builtin_return_address(0)); }
+#define EMU_ACCESSES(num_bytes)                                                 \
+    EMU_ACCESS(__tsan_read##num_bytes, num_bytes, emu::Access::kRead)           \
+    EMU_ACCESS(__tsan_write##num_bytes, num_bytes, emu::Access::kWrite)         \
+    EMU_ACCESS(__tsan_unaligned_read##num_bytes, num_bytes, emu::Access::kRead) \
     EMU_ACCESS(__tsan_unaligned_write##num_bytes, num_bytes, emu::Access::kWrite)
 EMU_ACCESSES(1)
 EMU_ACCESSES(2)

@@ -124,7 +124,8 @@ static std::string describe(const Fiber& fiber) {
     const Waiting& w = fiber.waiting;
     char text[400];
     switch (w.kind) {
-        case Waiting::kMbarrier: return describe_mbarrier(fiber.block, w.object, w.a);
+        case Waiting::kMbarrier:
+            return describe_mbarrier(fiber.block, w.object, w.a);
         case Waiting::kFlag:
             std::snprintf(text, sizeof text, "flag %s, which holds %u", address_name(w.object).c_str(),
                           *static_cast<const u32*>(w.object));
@@ -142,13 +143,15 @@ static std::string describe(const Fiber& fiber) {
             return text;
         }
         case Waiting::kCluster:
-            std::snprintf(text, sizeof text, "the barrier of its cluster, where %u threads are", num_at_cluster_barrier(w.a));
+            std::snprintf(text, sizeof text, "the barrier of its cluster, where %u threads are",
+                          num_at_cluster_barrier(w.a));
             return text;
         case Waiting::kRegisters:
             std::snprintf(text, sizeof text, "registers: wants %u a thread, the block has %u left", w.a,
                           machine.blocks[fiber.block].free_regs);
             return text;
-        default: return "nothing";
+        default:
+            return "nothing";
     }
 }
 

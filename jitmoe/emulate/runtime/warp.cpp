@@ -3,9 +3,7 @@
 
 namespace emu {
 
-static Fiber* lanes_of(u32 block, u32 warp) {
-    return &machine.fibers[block * machine.num_threads + warp * kWarpLanes];
-}
+static Fiber* lanes_of(u32 block, u32 warp) { return &machine.fibers[block * machine.num_threads + warp * kWarpLanes]; }
 
 static void finish_if_complete(u32 block_idx, u32 warp_idx) {
     Block& block = machine.blocks[block_idx];
@@ -36,8 +34,10 @@ void meet(const char* name, u32 mask, u32 argument, u32 line, const Lane& lane, 
         c.arrived = 0;
         warp.finish = finish;
     } else if (c.name != name || c.mask != mask || c.argument != argument || c.line != line) {
-        fail("the warp diverges: %s (mask %08x, argument %u, line %u) while lanes %08x are at %s (mask %08x, argument "
-             "%u, line %u)", name, mask, argument, line, c.arrived, c.name, c.mask, c.argument, c.line);
+        fail(
+            "the warp diverges: %s (mask %08x, argument %u, line %u) while lanes %08x are at %s (mask %08x, argument "
+            "%u, line %u)",
+            name, mask, argument, line, c.arrived, c.name, c.mask, c.argument, c.line);
     }
     c.values[self->lane()] = lane.value;
     c.sources[self->lane()] = lane.source;
@@ -96,7 +96,8 @@ u32 ballot(u32 mask, bool predicate, u32 line) {
 
 static void finish_make_uniform(Block&, Warp& warp, Fiber* lanes) {
     for (u32 lane = 0; lane < kWarpLanes; ++lane) {
-        if (warp.collective.values[lane] != warp.collective.values[0]) fail("make_uniform: lanes have different values");
+        if (warp.collective.values[lane] != warp.collective.values[0])
+            fail("make_uniform: lanes have different values");
         lanes[lane].result = warp.collective.values[0];
     }
 }
@@ -121,9 +122,9 @@ u32 match_any(u32 mask, u32 value, u32 line) {
     return machine.current->result;
 }
 
-// stmatrix: "thread 8 i + r holds the address of row r of matrix i"; its fragment gives lane l elements 2 (l % 4) and + 1
-// of row l / 4. With .trans address r receives column r. Each lane writes what it brings: only a barrier shows it to the
-// lane whose row it is.
+// stmatrix: "thread 8 i + r holds the address of row r of matrix i"; its fragment gives lane l elements 2 (l % 4) and +
+// 1 of row l / 4. With .trans address r receives column r. Each lane writes what it brings: only a barrier shows it to
+// the lane whose row it is.
 template <bool kTransposed>
 static void finish_store_matrices(Block&, Warp& warp, Fiber* lanes) {
     const Collective& c = warp.collective;
@@ -203,8 +204,8 @@ void sync_named(u32 id, u32 num_threads) {
     sync(id, num_threads);
 }
 
-// setmaxnreg: "inc blocks until enough registers are available in the block's pool; dec releases them." Warps are served
-// in any order.
+// setmaxnreg: "inc blocks until enough registers are available in the block's pool; dec releases them." Warps are
+// served in any order.
 static void grant_registers(u32 block_idx) {
     Block& block = machine.blocks[block_idx];
     for (u32 w = 0; w < block.warps.size(); ++w) {

@@ -71,8 +71,10 @@ static const u8* operand_chunk(const Block& block, u64 descriptor, u32 row, u32 
 static void check_descriptor(u64 descriptor, u32 rows, const char* name) {
     const u32 start = u32(descriptor & 0x3fff) << 4, stride = u32(descriptor >> 32 & 0x3fff) << 4;
     if (descriptor >> 62 != 1) fail("wgmma: operand %s must have the 128-byte swizzle", name);
-    if ((descriptor >> 49 & 7) != 0 || start % 1024 >= 128) fail("wgmma: operand %s starts inside a swizzle pattern", name);
-    if (start < kSharedBase || start + (rows / 8 - 1) * stride + 1024 - start % 1024 > kSharedBase + machine.shared_bytes) {
+    if ((descriptor >> 49 & 7) != 0 || start % 1024 >= 128)
+        fail("wgmma: operand %s starts inside a swizzle pattern", name);
+    if (start < kSharedBase ||
+        start + (rows / 8 - 1) * stride + 1024 - start % 1024 > kSharedBase + machine.shared_bytes) {
         fail("wgmma: operand %s (%s, %u rows) leaves shared memory", name, shared_name(start).c_str(), rows);
     }
 }
@@ -118,9 +120,9 @@ static void multiply_exactly(const Operands& operands, u32 n, bool accumulate, A
     }
 }
 
-// What an H200 does, found by comparing 300,000 sums bit for bit: the 32 products and the accumulator are aligned to the
-// largest exponent among them, a product's being the sum of its factors' (-6 for subnormals); 13 bits after the leading
-// one are kept of each, and of their sum; the rest is cut off.
+// What an H200 does, found by comparing 300,000 sums bit for bit: the 32 products and the accumulator are aligned to
+// the largest exponent among them, a product's being the sum of its factors' (-6 for subnormals); 13 bits after the
+// leading one are kept of each, and of their sum; the rest is cut off.
 static void multiply_as_hardware(const Operands& operands, u32 n, bool accumulate, Accumulators& accumulators) {
     constexpr int kFraction = 13, kNone = -100000;
     struct Parts {
@@ -282,7 +284,8 @@ void wgmma_commit() {
 static void finish_wait(Block&, Warp& warp, Fiber* lanes) {
     WgmmaStream& s = *warp.wgmma;
     for (u32 lane = 0; lane < kWarpLanes; ++lane) {
-        if (lanes[lane].wgmma_position != lanes[0].wgmma_position) fail("wgmma.wait_group: lanes have issued different operations");
+        if (lanes[lane].wgmma_position != lanes[0].wgmma_position)
+            fail("wgmma.wait_group: lanes have issued different operations");
         lanes[lane].wgmma_fenced = false;
     }
     u32 keep = 0, num_newer = 0;  // operations after the last one waited for
@@ -299,7 +302,8 @@ static void finish_wait(Block&, Warp& warp, Fiber* lanes) {
             for (u32 lane = 0; lane < kWarpLanes; ++lane) acquire(lanes[lane], group);
         }
         bool last = !o.is_commit;
-        for (u32 idx = 1; idx < s.operations.size(); ++idx) last = last && s.operations[idx].accumulators != o.accumulators;
+        for (u32 idx = 1; idx < s.operations.size(); ++idx)
+            last = last && s.operations[idx].accumulators != o.accumulators;
         if (!last) continue;
         machine.counters.wgmmas += 1;
         for (u32 lane = 0; lane < kWarpLanes; ++lane) {
