@@ -25,15 +25,14 @@ from jitmoe.plan.plan import Plan
 
 RUNTIME = Path(__file__).parent / "runtime"
 _SOURCES = ("scheduler", "memory", "mbarrier", "warp", "wgmma", "cluster", "races", "main")
-_COMMON = ("-std=c++17", "-w", "-fno-strict-aliasing", "-ffp-contract=off", "-Wno-psabi")
+_COMMON = ("-std=c++17", "-w", "-fPIE", "-fno-strict-aliasing", "-ffp-contract=off", "-Wno-psabi")
 _KERNEL_FLAGS = ("-O1", "-g1")
 _RUNTIME_FLAGS = ("-O2", "-g1")
 # Of the kernel in the checked build: every access is reported to runtime/races.cpp, which stands in
-# for the runtime of ThreadSanitizer, and undefined behaviour ends the run. Fixed addresses make
-# lines of code findable.
+# for the runtime of ThreadSanitizer, and undefined behaviour ends the run.
 _SANITIZERS = ("-fsanitize=undefined", "-fno-sanitize-recover=all", "-fno-sanitize=vptr")
-_CHECKED_FLAGS = ("-fsanitize=thread", *_SANITIZERS, "-fno-pie")
-_CHECKED_LINK_FLAGS = ("-no-pie", *_SANITIZERS)
+_CHECKED_FLAGS = ("-fsanitize=thread", *_SANITIZERS)
+_CHECKED_LINK_FLAGS = ("-pie", *_SANITIZERS)
 _BANNER = re.compile(r"^// ==== (.+) ====$")
 
 # Behind the text: what runtime/main.cpp calls.

@@ -6,6 +6,8 @@
 
 #include "machine.h"
 
+extern "C" const char __executable_start;  // the linker's
+
 namespace emu {
 
 // One agent for every thread, and for what works beside it: its cp.async copies, its tensor and bulk copies, the matrix
@@ -335,7 +337,8 @@ static bool access_bytes(const void* pointer, u32 num_bytes, Checked c) {
     return c.is_ordered;
 }
 
-static u32 code_address(const void* address) { return u32(reinterpret_cast<u64>(address)); }
+// In the executable's file, which the system loads anywhere.
+static u32 code_address(const void* address) { return u32(static_cast<const char*>(address) - &__executable_start); }
 
 static u32 caller_of(const Fiber& fiber) {
     return fiber.num_calls ? fiber.calls[(fiber.num_calls - 1) % kMaxCalls] : 0;
@@ -412,6 +415,18 @@ void __tsan_read_range(void* pointer, unsigned long num_bytes) {
 }
 void __tsan_write_range(void* pointer, unsigned long num_bytes) {
     emu::check_access(pointer, emu::u32(num_bytes), emu::Access::kWrite, __builtin_return_address(0));
+}
+
+// Clang's, for copies of structs.
+void* __tsan_memcpy(void* to, const void* from, unsigned long num_bytes) {
+    emu::check_access(from, emu::u32(num_bytes), emu::Access::kRead, __builtin_return_address(0));
+    emu::check_access(to, emu::u32(num_bytes), emu::Access::kWrite, __builtin_return_address(0));
+    return std::memmove(to, from, num_bytes);
+}
+void* __tsan_memmove(void* to, const void* from, unsigned long num_bytes) { return __tsan_memcpy(to, from, num_bytes); }
+void* __tsan_memset(void* to, int value, unsigned long num_bytes) {
+    emu::check_access(to, emu::u32(num_bytes), emu::Access::kWrite, __builtin_return_address(0));
+    return std::memset(to, value, num_bytes);
 }
 
 void __tsan_func_entry(void* caller) {
