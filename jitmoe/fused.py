@@ -110,7 +110,8 @@ def mega_moe(
         workspace.timeout_us,
     )
     workspace.note_launch(stream)
-    prepared.kernel.launch(prepared.params, stream)
+    cooperative = plan.needs_whole_grid(call.num_tokens, x_is_bf16)
+    prepared.kernel.launch(prepared.params, stream, cooperative)
     return out
 
 

@@ -43,7 +43,7 @@ class MegaMoePlan(Plan):
     num_gather_warps = 2
     num_math_warps = 8
     trace_capacity = 8192  # stamps of a warp that are kept, the newest
-    trace_blocks = 144  # rings for the SMs of a full GH100
+    max_blocks = 144  # of a launch: the SMs of a full GH100
 
     @property
     def split_tokens(self) -> bool:
@@ -53,6 +53,13 @@ class MegaMoePlan(Plan):
     @property
     def block_tokens(self) -> int:
         return 128 if self.split_tokens else 64
+
+    def needs_whole_grid(self, num_tokens: int, x_is_bf16: bool) -> bool:
+        """Whether CTAs of a launch wait for all others, so that all must be resident. If not, CTAs
+        may start while the launch before them in the stream ends.
+        """
+        local = not self.split_tokens and num_tokens * self.top_k <= self.num_local_pairs
+        return not local or x_is_bf16
 
     @property
     def roles(self) -> tuple[Role, ...]:
@@ -91,6 +98,7 @@ class MegaMoePlan(Plan):
             "block_tokens": self.block_tokens,
             "block_rows": self.block_rows,
             "block_k": self.block_k,
+            "max_blocks": self.max_blocks,
             "split_tokens": int(self.split_tokens),
             "num_row_blocks": warpgroup_rows // 64,
             "num_gather_warps": 0 if self.split_tokens else self.num_gather_warps,
@@ -128,14 +136,17 @@ class MegaMoePlan(Plan):
             Region("transpose", "u8", (math, transpose), 128, "a math warp's own"),
             Region("full", "u64", (stages,), 8, f"load, {feeder} -> math"),
             Region("empty", "u64", (stages,), 8, f"math -> load, {feeder}"),
+            Region("preloaded", "u64", (stages,), 8, "head -> load"),
             Region("task_full", "u64", (slots,), 8, to_roles),
             Region("task_empty", "u64", (slots,), 8, from_roles),
+            Region("task_wanted", "u64", (1,), 8, "load -> schedule"),
             Region("tasks", "u32", (slots, 8), 16, to_roles),
             Region("task_rows", "u32", (slots, tokens), 16, to_roles),
             Region("task_used", "u32", (slots, tokens), 16, f"schedule -> {others}"),
-            Region("row_start", "u32", (experts + 1,), 4, "head -> schedule"),
-            Region("row_end", "u32", (experts,), 4, "head -> schedule"),
-            Region("block_start", "u32", (experts + 1,), 4, "head -> schedule"),
+            Region("first", "u32", (4,), 16, "head -> load, schedule"),
+            Region("row_start", "u32", (experts + 1,), 4, "head -> load, schedule"),
+            Region("row_end", "u32", (experts,), 4, "head -> load, schedule"),
+            Region("block_start", "u32", (experts + 1,), 4, "head -> load, schedule"),
         ]
         if self.split_tokens:
             regions += [
@@ -194,7 +205,7 @@ class MegaMoePlan(Plan):
                 Region("mid", "u8", (rows, c["mid_stride"]), 256),
                 Region("mid_scale", "f32", (self.num_k_blocks_2, rows), 256),
                 Region("slices", "u16", (pairs, self.hidden), 256),
-                *([self.trace_rings(self.trace_blocks)] if self.trace else []),
+                *([self.trace_rings(self.max_blocks)] if self.trace else []),
             )
         )
 
@@ -208,7 +219,7 @@ class MegaMoePlan(Plan):
         templates/roles/routing.cuh.
         """
         max_blocks = ceil_div(num_tokens * self.top_k, self.block_tokens) + self.num_experts
-        return align(96 + self.num_experts + max_blocks, 32)
+        return align(128 + self.max_blocks + self.num_experts + max_blocks, 32)
 
     def control(self, num_tokens: int) -> MemoryMap:
         """Regions that must be zero before the first launch; launches leave them ready for the
@@ -264,6 +275,7 @@ class MegaMoePlan(Plan):
             Param("y_stride", "i64", "elements"),
             Param("num_tokens", "u32"),
             Param("bank_words", "u32"),
+            Param("first_stride", "u32", "between the first tasks of neighbouring blocks"),
             Param("row_capacity", "u32", "rows of pool and mid, and from group to group of scales"),
             Param("x_is_bf16", "u32"),
             Param("ids_are_i64", "u32"),

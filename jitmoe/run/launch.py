@@ -17,7 +17,7 @@ _FORMATS = {"i64": "q", "u64": "Q", "u32": "I", "i32": "i", "f32": "f"}
 class Kernel:
     """One plan's kernel on one device; get it from `load`.
 
-    `grid` is the number of blocks of a full cooperative launch: occupancy times SMs.
+    `grid` is the number of blocks that fill the device: occupancy times SMs.
     """
 
     def __init__(self, built: Built, device: int):
@@ -41,23 +41,39 @@ class Kernel:
             smem,
         )
         self.grid = blocks_per_sm * device_spec(device).num_sms
-        config = self._config = module.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = self.grid, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = plan.num_threads, 1, 1
-        config.sharedMemBytes = smem
-        cooperative = module.CUlaunchAttribute()
-        cooperative.id = module.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-        cooperative.value.cooperative = 1
-        config.attrs, config.numAttrs = [cooperative], 1
+        self._configs = {True: self._config(smem, True), False: self._config(smem, False)}
         self._launch = module.cuLaunchKernelEx
         self._stream_type = module.CUstream
 
-    def launch(self, params: ParamBlock, stream: int, grid: int | None = None) -> None:
+    def _config(self, smem: int, cooperative: bool):
+        module = driver()
+        config = module.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = self.grid, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = self.plan.num_threads, 1, 1
+        config.sharedMemBytes = smem
+        attribute, ids = module.CUlaunchAttribute(), module.CUlaunchAttributeID
+        if cooperative:
+            attribute.id = ids.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+            attribute.value.cooperative = 1
+        else:
+            attribute.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+        config.attrs, config.numAttrs = [attribute], 1
+        return config
+
+    def launch(
+        self, params: ParamBlock, stream: int, cooperative: bool, grid: int | None = None
+    ) -> None:
         """Launch on `stream` (an address) with the present contents of `params`.
+
+        cooperative  all blocks are resident at once, for kernels whose blocks wait for all others;
+                     else blocks start as those of the launch before end, if that lets them
+                     (programmatic dependent launch, which overlaps no cooperative launch: H200,
+                     driver 580)
 
         Raises DriverError.
         """
-        config = self._config
+        config = self._configs[cooperative]
         config.gridDimX = grid or self.grid
         config.hStream = self._stream_type(stream)
         (status,) = self._launch(config, self.function, params.pointers, 0)

@@ -23,6 +23,8 @@ _WAITS = {
     7: "{expected} finished GEMM 1 tiles of block {index}",
     8: "the tile of task slot {index} to be stored",
     9: "list {index} of tokens to be filled",
+    10: "first weight tile {index} to land",
+    11: "the next task to be wanted",
 }
 
 

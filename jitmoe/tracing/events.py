@@ -26,6 +26,8 @@ EVENTS = {
     WAIT + 7: "wait mid",
     WAIT + 8: "wait tile stored",
     WAIT + 9: "wait list full",
+    WAIT + 10: "wait preloaded",
+    WAIT + 11: "wait task wanted",
 }
 CODES = {name: code for code, name in EVENTS.items()}
 

@@ -12,6 +12,8 @@ enum Wait : u32 {
     kWaitMid = 7,
     kWaitTileStored = 8,
     kWaitListFull = 9,
+    kWaitPreloaded = 10,
+    kWaitTaskWanted = 11,
 };
 
 // Words of Params::header.

@@ -19,6 +19,13 @@ DEVICE void store_relaxed_gpu(u32* address, u32 value) {
     asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
+DEVICE void store_release_gpu(u32* address, u32 value) {
+    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+// What this thread did in global memory is done before what follows.
+DEVICE void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
 // Host memory: the host polls it.
 DEVICE void store_release_sys(u32* address, u32 value) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");

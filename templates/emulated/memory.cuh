@@ -8,6 +8,11 @@ DEVICE u32 load_acquire_gpu(const u32* address) { return emu::load(address, emu:
 
 DEVICE void store_relaxed_gpu(u32* address, u32 value) { emu::store(address, value, emu::kRelaxed, emu::kGpu); }
 
+DEVICE void store_release_gpu(u32* address, u32 value) { emu::store(address, value, emu::kRelease, emu::kGpu); }
+
+// What this thread did in global memory is done before what follows: so it always is here.
+DEVICE void fence_gpu() {}
+
 // Host memory: the host polls it.
 DEVICE void store_release_sys(u32* address, u32 value) { emu::store(address, value, emu::kRelease, emu::kSys); }
 

@@ -24,42 +24,94 @@ DEVICE void quantize_tokens(const Params& p) {
     }
 }
 
+constexpr u32 kSortWarps = kMathWarpBegin + 4;  // the others wait for the previous launch
+constexpr u32 kSortThreads = kSortWarps * kWarpThreads;
+
+// Past the SM's cache: until the previous launch is over, ids may be written.
+DEVICE u16 load_expert(const Params& p, u32 pair) {
+    const u32* id = reinterpret_cast<const u32*>(p.topk_ids) + (p.ids_are_i64 ? 2 * pair : pair);
+    const u32 low = load_relaxed_gpu(id), high = p.ids_are_i64 ? load_relaxed_gpu(id + 1) : 0;
+    return u16(high == 0 ? min_of(low, kNumExperts) : kNumExperts);
+}
+
+// Experts of pairs i, i + kThreads, ..., all loads in flight together.
+template <u32 kThreads>
+struct Experts {
+    static constexpr u32 kNum = ceil_div(kNumLocalPairs, kThreads);
+    u16 of[kNum];
+
+    DEVICE void load(const Params& p, u32 i) {
+#pragma unroll
+        for (u32 n = 0; n < kNum; ++n, i += kThreads) of[n] = i < p.num_tokens * kTopK ? load_expert(p, i) : 0;
+    }
+};
+
+// What the local sort needs. It aliases the token ring, which cp.async fills later: the same proxy, so a CTA barrier
+// orders the two.
+struct LocalSort {
+    u16 counts[kSortWarps][kNumExperts], num_rows[kNumExperts];
+    u16 experts[kNumLocalPairs];
+    u32 is_stale;
+};
+
+struct WarpPairs {
+    u32 begin, end;
+};
+
+DEVICE WarpPairs pairs_of_warp(const Params& p) {
+    const u32 num_pairs = p.num_tokens * kTopK;
+    const u32 share = ceil_div(num_pairs, kSortThreads) * kWarpThreads;
+    const u32 begin = min_of(warp_idx() * share, num_pairs);
+    return {begin, min_of(begin + share, num_pairs)};
+}
+
 // Few pairs: every CTA sorts all of them into its own shared memory and waits for nobody. CTAs must agree on the rows,
 // so the sort is stable: each warp takes consecutive pairs, counts them by expert in a row of `counts` of its own,
 // starts after the warps before it, and ranks its pairs 32 at a time by matching experts. One lane writes for each
 // expert.
-DEVICE void sort_locally(const Params& p, Smem& smem, u16 (*counts)[kNumExperts], u32* num_rows) {
-    constexpr u32 kWarps = kNumThreads / kWarpThreads;
-    const u32 num_pairs = p.num_tokens * kTopK;
-    const u32 share = ceil_div(num_pairs, kNumThreads) * kWarpThreads;
-    const u32 begin = min_of(warp_idx() * share, num_pairs), end = min_of(begin + share, num_pairs);
-    u16* mine = counts[warp_idx()];
-    const u32 lanes_before = (1u << lane_idx()) - 1;
+DEVICE void count_locally(const Params& p, Smem& smem, LocalSort& sort, const First& first) {
+    const u32 num_pairs = p.num_tokens * kTopK, lanes_before = (1u << lane_idx()) - 1;
+    u16* mine = sort.counts[warp_idx()];
+    Experts<kSortThreads> experts;
+    experts.load(p, thread_idx());
     for (u32 e = lane_idx(); e < kNumExperts; e += kWarpThreads) mine[e] = 0;
-    sync_warp();
-    for (u32 first = begin; first < end; first += kWarpThreads) {
-        const u32 pair = first + lane_idx();
-        const u32 expert = pair < end ? expert_of_pair(p, pair) : kNumExperts;
+    if (thread_idx() == 0) sort.is_stale = 0;
+#pragma unroll
+    for (u32 n = 0, pair = thread_idx(); n < experts.kNum; ++n, pair += kSortThreads) {
+        if (pair < num_pairs) sort.experts[pair] = experts.of[n];
+    }
+    sync_named(kSortBarrier, kSortThreads);
+    const WarpPairs pairs = pairs_of_warp(p);
+    for (u32 start = pairs.begin; start < pairs.end; start += kWarpThreads) {
+        const u32 pair = start + lane_idx();
+        const u32 expert = pair < pairs.end ? sort.experts[pair] : kNumExperts;
         const u32 same = __match_any_sync(kFullMask, expert);
         if (expert < kNumExperts && (same & lanes_before) == 0) mine[expert] += u16(__popc(same));
         sync_warp();
     }
-    sync_block();
-    for (u32 e = thread_idx(); e < kNumExperts; e += kNumThreads) {
+    sync_named(kSortBarrier, kSortThreads);
+    for (u32 e = thread_idx(); e < kNumExperts; e += kSortThreads) {
         u32 rows = 0;
-        for (u32 warp = 0; warp < kWarps; ++warp) {
-            const u32 warp_rows = counts[warp][e];
-            counts[warp][e] = u16(rows);
+        for (u32 warp = 0; warp < kSortWarps; ++warp) {
+            const u32 warp_rows = sort.counts[warp][e];
+            sort.counts[warp][e] = u16(rows);
             rows += warp_rows;
         }
-        num_rows[e] = rows;
+        sort.num_rows[e] = u16(rows);
     }
-    sync_block();
-    if (warp_idx() == 0) prefix_sums(smem, num_rows);
-    sync_block();
-    for (u32 first = begin; first < end; first += kWarpThreads) {
+    sync_named(kSortBarrier, kSortThreads);
+    if (warp_idx() == 0) prefix_sums(smem, sort.num_rows);
+    publish_first(smem, first);
+    sync_named(kSortBarrier, kSortThreads);
+}
+
+DEVICE void rank_locally(const Params& p, Smem& smem, LocalSort& sort) {
+    const u32 lanes_before = (1u << lane_idx()) - 1;
+    u16* mine = sort.counts[warp_idx()];
+    const WarpPairs pairs = pairs_of_warp(p);
+    for (u32 first = pairs.begin; first < pairs.end; first += kWarpThreads) {
         const u32 pair = first + lane_idx();
-        const u32 expert = pair < end ? expert_of_pair(p, pair) : kNumExperts;
+        const u32 expert = pair < pairs.end ? sort.experts[pair] : kNumExperts;
         const u32 same = __match_any_sync(kFullMask, expert);
         const u32 row = expert < kNumExperts ? mine[expert] : 0;
         sync_warp();
@@ -71,35 +123,74 @@ DEVICE void sort_locally(const Params& p, Smem& smem, u16 (*counts)[kNumExperts]
     }
 }
 
-DEVICE void sort_together(const Params& p, Smem& smem, const Head& head, u32* counts, u32* next) {
+// Sorts what the ids are before the previous launch is over, so that weights flow already, and again if they were
+// written meanwhile. The warps that do not sort look at the ids again as soon as they may: once the weights flow, every
+// access to memory takes microseconds.
+DEVICE void sort_early(const Params& p, Smem& smem, bool alone) {
+    LocalSort& sort = *reinterpret_cast<LocalSort*>(smem.token_tiles);
+    static_assert(sizeof(LocalSort) <= sizeof(Smem::token_tiles), "sorting aliases the token ring");
+    constexpr u32 kOthers = kNumThreads - kSortThreads;
+    const bool sorts = warp_idx() < kSortWarps;
+    const First first = begin_head(p);
+    Experts<kOthers> now;
+    if (sorts) {
+        count_locally(p, smem, sort, first);
+        if (alone && thread_idx() == 0) preload_weights(p, smem);
+        rank_locally(p, smem, sort);
+    }
+    wait_for_previous_launch();
+    if (!sorts) now.load(p, thread_idx() - kSortThreads);
+    sync_block();
+    if (!sorts) {
+        bool is_stale = false;
+#pragma unroll
+        for (u32 n = 0, pair = thread_idx() - kSortThreads; n < now.kNum; ++n, pair += kOthers) {
+            is_stale |= pair < p.num_tokens * kTopK && now.of[n] != sort.experts[pair];
+        }
+        if (is_stale) sort.is_stale = 1;
+    }
+    sync_block();
+    if (sort.is_stale == 0) return;
+    if (thread_idx() == 0) drop_preloaded(p, smem);
+    sync_block();
+    if (sorts) {
+        count_locally(p, smem, sort, first);
+        rank_locally(p, smem, sort);
+    }
+}
+
+DEVICE void sort_together(const Params& p, Smem& smem, const Head& head) {
+    struct Counts {  // in the token ring too
+        u32 totals[kNumExperts], next[kNumExperts];
+    };
+    static_assert(sizeof(Counts) <= sizeof(Smem::token_tiles), "counts alias the token ring");
+    Counts& counts = *reinterpret_cast<Counts*>(smem.token_tiles);
     const u32 num_pairs = p.num_tokens * kTopK;
     const u32 share = ceil_div(num_pairs, num_blocks());
     const u32 begin = min_of(share * block_idx(), num_pairs);
     const u32 end = min_of(begin + share, num_pairs);
-    reserve_rows(p, smem, head, begin, end, counts, next);
+    reserve_rows(p, smem, head, begin, end, counts.totals, counts.next);
     for (u32 pair = begin + thread_idx(); pair < end; pair += kNumThreads) {
         const u32 expert = expert_of_pair(p, pair);
-        if (expert < kNumExperts) p.row_pairs[fetch_add_shared(next + expert, 1)] = pair;
+        if (expert < kNumExperts) p.row_pairs[fetch_add_shared(counts.next + expert, 1)] = pair;
     }
 }
 
 DEVICE Head run_head(const Params& p, Smem& smem) {
-    const Head head = begin_head(p, p.num_tokens * kTopK <= kNumLocalPairs);
-    if (p.x_is_bf16) quantize_tokens(p);
-    // Counts alias the token ring, which cp.async fills later: the same proxy, so a CTA barrier orders the two.
-    struct Counts {
-        u32 totals[kNumExperts], next[kNumExperts];
-        u16 of_warp[kNumThreads / kWarpThreads][kNumExperts];
-    };
-    static_assert(sizeof(Counts) <= sizeof(Smem::token_tiles), "counts alias the token ring");
-    Counts& counts = *reinterpret_cast<Counts*>(smem.token_tiles);
-    if (head.local) {
-        sort_locally(p, smem, counts.of_warp, counts.totals);
+    const bool local = p.num_tokens * kTopK <= kNumLocalPairs, alone = local && !p.x_is_bf16;
+    if (local) {
+        sort_early(p, smem, alone);
     } else {
-        sort_together(p, smem, head, counts.totals, counts.next);
+        wait_for_previous_launch();
+        publish_first(smem, begin_head(p));
+        sync_block();
     }
+    const Head head{smem.first[kFirstParity], local, alone};
+    clear_other_bank(p, head.parity);
+    if (p.x_is_bf16) quantize_tokens(p);
+    if (!local) sort_together(p, smem, head);
     sync_block();
-    end_head(p, head);
+    if (!alone && thread_idx() == 0) end_head(p, head);  // else role_schedule does it
     return head;
 }
 

@@ -41,7 +41,11 @@ DEVICE void copy_token(const Params& p, u32 token, const u32* rows) {
 }
 
 DEVICE Head run_head(const Params& p, Smem& smem) {
-    const Head head = begin_head(p, false);
+    wait_for_previous_launch();
+    publish_first(smem, begin_head(p));
+    sync_block();
+    const Head head{smem.first[kFirstParity]};
+    clear_other_bank(p, head.parity);
     constexpr u32 kChunkTokens = 4096 / kTopK;  // as many at a time as have room for their rows
     struct Sorting {
         u32 counts[kNumExperts], next[kNumExperts], rows[kChunkTokens * kTopK];
@@ -66,7 +70,7 @@ DEVICE Head run_head(const Params& p, Smem& smem) {
         sync_block();
     }
     fence_async_shared();  // TMA writes the ring, which `sorting` aliases; role_feed has the fence for the pool
-    end_head(p, head);
+    if (thread_idx() == 0) end_head(p, head);
     return head;
 }
 

@@ -1,25 +1,66 @@
 // Weight tiles into the ring. Waits for nothing but the routing tables and a free stage. Weights stay in checkpoint
 // layout: the 5-D map of w13 lands gate and up alternating in groups of 8 rows, straight from [gate; up].
 
+// Of k-block k into `stage`, one lane.
+DEVICE void load_weights(const Params& p, Smem& smem, const Task& task, u32 k, u32 stage, u64* full) {
+    arrive_expect_bytes(full, kWeightTileBytes);
+    void* tile = smem.weight_tiles[stage];
+    if (task.phase == kGemm1) {
+        load_tile_5d(tile, &p.w13_map, full, k * kBlockK, 0, 0, task.tile * (kBlockRows / 16), task.expert);
+    } else {
+        load_tile_3d(tile, &p.w2_map, full, k * kBlockK, task.tile * kBlockRows, task.expert);
+    }
+}
+
+// What is in flight delays every other access to memory by its size over the bandwidth.
+constexpr u32 kPreloaded = 3;
+
+// The first tiles of the CTA's first task into the ring, on barriers of their own: the head does it as soon as it knows
+// the experts' blocks. One lane.
+DEVICE void preload_weights(const Params& p, Smem& smem) {
+    const u32 index = smem.first[kFirstTask];
+    u32 num = 0;
+    if (index < num_tasks(smem)) {
+        const Task task = decode_task(smem, index);
+        num = min_of(kPreloaded, num_k_blocks(task));
+        for (u32 k = 0; k < num; ++k) load_weights(p, smem, task, k, k, &smem.preloaded[k]);
+    }
+    smem.first[kFirstPreloaded] = num;
+}
+
+DEVICE void wait_for_preloaded(const Params& p, Smem& smem, u32 k) {
+    wait_barrier(p, kWaitPreloaded, &smem.preloaded[k], k, 0);
+}
+
+// For another task than the CTA's first after all. The same lane.
+DEVICE void drop_preloaded(const Params& p, Smem& smem) {
+    for (u32 k = 0; k < smem.first[kFirstPreloaded]; ++k) wait_for_preloaded(p, smem, k);
+    smem.first[kFirstPreloaded] = 0;
+}
+
+// The next task is claimed when so many k-blocks of this one are yet to be loaded: in time for its own.
+constexpr u32 kClaimAhead = kNumStages + 3;
+
 DEVICE void role_load(const Params& p, Smem& smem, const Head&) {
     if (lane_idx() != 0) return;
     Ring<kNumTaskSlots> slot;
     Ring<kNumStages> ring;
-    for (;; slot.advance()) {
+    u32 num_preloaded = smem.first[kFirstPreloaded];
+    for (;; slot.advance(), num_preloaded = 0) {
         const Task task = next_task(p, smem, slot);
         free_task(smem, slot);
         if (task.phase == kDone) return;
         trace_task(p, task);
-        const u32 num_blocks_k = num_k_blocks(task);
-        for (u32 k = 0; k < num_blocks_k; ++k, ring.advance()) {
-            u64* full = &smem.full[ring.stage];
-            wait_barrier(p, kWaitStageEmpty, &smem.empty[ring.stage], ring.stage, ring.empty_parity());
-            arrive_expect_bytes(full, kWeightTileBytes);  // pairs with role_math: multiply
-            void* tile = smem.weight_tiles[ring.stage];
-            if (task.phase == kGemm1) {
-                load_tile_5d(tile, &p.w13_map, full, k * kBlockK, 0, 0, task.tile * (kBlockRows / 16), task.expert);
+        const u32 num = num_k_blocks(task), wanted = num - min_of(num, kClaimAhead);
+        for (u32 k = 0; k < num; ++k, ring.advance()) {
+            if (k == wanted) arrive(&smem.task_wanted);  // pairs with role_schedule
+            u64* full = &smem.full[ring.stage];          // pairs with role_math: multiply
+            if (k < num_preloaded) {
+                wait_for_preloaded(p, smem, k);
+                arrive(full);
             } else {
-                load_tile_3d(tile, &p.w2_map, full, k * kBlockK, task.tile * kBlockRows, task.expert);
+                wait_barrier(p, kWaitStageEmpty, &smem.empty[ring.stage], ring.stage, ring.empty_parity());
+                load_weights(p, smem, task, k, ring.stage, full);
             }
         }
         trace_end(p, kEventTask);

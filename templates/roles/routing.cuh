@@ -8,13 +8,23 @@
 constexpr u32 kBankTask = 0;                            // tasks claimed beyond the first of every CTA
 constexpr u32 kBankBarrier = 32;                        // CTAs at the grid barrier
 constexpr u32 kBankHead = 64;                           // CTAs that finished the head
-constexpr u32 kBankCounts = 96;                         // rows of each expert
+constexpr u32 kBankStarted = 96;                        // CTAs that run
+constexpr u32 kBankFirst = 128;                         // claims of the first task of each CTA
+constexpr u32 kBankCounts = kBankFirst + kMaxBlocks;    // rows of each expert
 constexpr u32 kBankBlocks = kBankCounts + kNumExperts;  // GEMM 1 tiles finished, by block
+
+// Words of Smem::first.
+constexpr u32 kFirstParity = 0;     // of the launch
+constexpr u32 kFirstTask = 1;       // of the CTA
+constexpr u32 kFirstPreloaded = 2;  // weight tiles of it that are on their way
 
 struct Head {
     u32 parity;  // of the launch: which bank it counts in
     bool local;  // rows are sorted in shared memory, by every CTA for itself
+    bool alone;  // and no CTA waits for the heads of all
 };
+
+DEVICE u32 pair_of_row(const Params& p, const Smem& smem, const Head& head, u32 row);  // head_decode, head_prefill
 
 // Worked out where needed: a pointer held through a role costs registers.
 DEVICE u32* counter(const Params& p, const Head& head, u32 word) {
@@ -71,19 +81,9 @@ DEVICE Quantized quantize_16(const uint4 (&raw)[2]) {
     return {make_uint4(codes[0], codes[1], codes[2], codes[3]), quant_scale(amax)};
 }
 
-// Tokens without any expert get a zero row: no tile reaches them.
-DEVICE void clear_unrouted_tokens(const Params& p) {
-    const u32 warps = kNumThreads / kWarpThreads;
-    for (u32 token = warp_idx() * num_blocks() + block_idx(); token < p.num_tokens; token += warps * num_blocks()) {
-        if (used_slots(p, token) != 0) continue;
-        for (u32 channel = lane_idx() * 8; channel < kHidden; channel += kWarpThreads * 8) {
-            *reinterpret_cast<uint4*>(p.y + i64(token) * p.y_stride + channel) = make_uint4(0, 0, 0, 0);
-        }
-    }
-}
-
 // Turns rows per expert into starts of rows and of blocks. One warp; lane l sums a contiguous part of the experts.
-DEVICE void prefix_sums(Smem& smem, const u32* num_rows) {
+template <typename T>
+DEVICE void prefix_sums(Smem& smem, const T* num_rows) {
     constexpr u32 kPart = ceil_div(kNumExperts, kWarpThreads);
     const u32 begin = lane_idx() * kPart, end = min_of(begin + kPart, kNumExperts);
     u32 rows = 0, blocks = 0;
@@ -144,22 +144,61 @@ DEVICE void reserve_rows(const Params& p, Smem& smem, const Head& head, u32 begi
     sync_block();
 }
 
-DEVICE Head begin_head(const Params& p, bool local) {
-    const Head head{load_relaxed_gpu(p.header + kHeaderParity) & 1, local};
-    // The other bank served the previous launch, which is over.
-    u32* other = p.banks + u64(head.parity ^ 1) * p.bank_words;
+// Tasks beyond the first of every CTA.
+DEVICE u32 claim(const Params& p, const Head& head) {
+    return num_blocks() + fetch_add_relaxed_gpu(counter(p, head, kBankTask), 1);
+}
+
+// The first task of a CTA. CTAs with neighbouring numbers share ways to memory: few tasks go to CTAs far apart.
+DEVICE u32 first_task(const Params& p, u32 block) { return block * p.first_stride % num_blocks(); }
+
+// True once for each CTA's first task: mostly the CTA itself takes it.
+DEVICE bool take_first_task(const Params& p, const Head& head, u32 block) {
+    return fetch_add_relaxed_gpu(counter(p, head, kBankFirst + block), 1) == 0;
+}
+
+// What one lane fetches at the start and publishes later: round trips that pass while others read and sort the ids. It
+// is of the last of the warps that sort: the least likely to have ids.
+constexpr u32 kFirstThread = (kMathWarpBegin + 3) * kWarpThreads;
+
+struct First {
+    u32 parity, task;
+};
+
+// The launch before may not be over, but its CTAs have ended their heads: the parity is turned and the bank is clear.
+// Pairs with end_head.
+DEVICE First begin_head(const Params& p) {
+    if (thread_idx() != kFirstThread) return {};
+    const Head head{load_acquire_gpu(p.header + kHeaderParity) & 1};
+    const bool is_mine = take_first_task(p, head, block_idx());
+    fetch_add_relaxed_gpu(counter(p, head, kBankStarted), 1);  // pairs with has_started
+    return {head.parity, is_mine ? first_task(p, block_idx()) : claim(p, head)};
+}
+
+// Before a CTA barrier.
+DEVICE void publish_first(Smem& smem, const First& first) {
+    if (thread_idx() != kFirstThread) return;
+    smem.first[kFirstParity] = first.parity;
+    smem.first[kFirstTask] = first.task;
+    smem.first[kFirstPreloaded] = 0;
+}
+
+// The other bank served the previous launch, which must be over.
+DEVICE void clear_other_bank(const Params& p, u32 parity) {
+    u32* other = p.banks + u64(parity ^ 1) * p.bank_words;
     for (u32 i = block_idx() * kNumThreads + thread_idx(); i < p.bank_words; i += num_blocks() * kNumThreads) {
         other[i] = 0;
     }
-    clear_unrouted_tokens(p);
-    return head;
 }
 
-// After a CTA barrier. Pairs with wait_for_head. The last CTA to come has seen every CTA read the parity and turns it.
+// One thread, after a CTA barrier. Pairs with begin_head and wait_for_head. The last CTA to come has seen every CTA
+// read the parity and turns it. Then the next launch may start.
 DEVICE void end_head(const Params& p, const Head& head) {
-    if (thread_idx() == 0 && fetch_add_acq_rel_gpu(counter(p, head, kBankHead), 1) == num_blocks() - 1) {
-        store_relaxed_gpu(p.header + kHeaderParity, head.parity ^ 1);
+    if (fetch_add_acq_rel_gpu(counter(p, head, kBankHead), 1) == num_blocks() - 1) {
+        store_release_gpu(p.header + kHeaderParity, head.parity ^ 1);
+        fence_gpu();  // it is done when the next launch starts
     }
+    start_next_launch();
 }
 
 // Until every CTA has sorted its share of the pairs and brought in its share of the tokens. Pairs with end_head.

@@ -47,15 +47,60 @@ DEVICE void trace_task(const Params& p, const Task& task) {
     trace_begin(p, kEventTask, task.phase << 31 | task.expert << 16 | task.tile, task.block);
 }
 
+DEVICE u32 num_tasks(const Smem& smem) { return smem.block_start[kNumExperts] * (kNumTiles1 + kNumTiles2); }
+
+// Tokens without any expert get a zero row: no tile reaches them. One warp of every CTA.
+DEVICE void clear_unrouted_tokens(const Params& p) {
+    const u32 stride = num_blocks() * kWarpThreads;
+    for (u32 first = block_idx() * kWarpThreads; first < p.num_tokens; first += stride) {
+        const u32 mine = first + lane_idx();
+        u32 unrouted = __ballot_sync(kFullMask, mine < p.num_tokens && used_slots(p, mine) == 0);
+        for (; unrouted != 0; unrouted &= unrouted - 1) {
+            u16* row = p.y + i64(first + __ffs(unrouted) - 1) * p.y_stride;
+            for (u32 channel = lane_idx() * 8; channel < kHidden; channel += kWarpThreads * 8) {
+                *reinterpret_cast<uint4*>(row + channel) = make_uint4(0, 0, 0, 0);
+            }
+        }
+    }
+}
+
+// GEMM 2 waits for GEMM 1, so whoever comes to it first takes over what CTAs that do not run have left of GEMM 1: a
+// launch needs no more than one CTA at a time. CTAs that start late have their time: they are a few microseconds behind
+// unless other kernels hold their SMs.
+DEVICE bool has_started(const Params& p, const Head& head) {
+    constexpr u32 kPatienceUs = 20;
+    const u32 begin = global_timer_us();
+    while (load_relaxed_gpu(counter(p, head, kBankStarted)) != num_blocks()) {
+        if (global_timer_us() - begin > kPatienceUs) return false;
+    }
+    return true;
+}
+
+// The next CTA, from `block` on, whose first task is of GEMM 1 and nobody's: now it is the caller's. One lane.
+DEVICE u32 find_orphan(const Params& p, const Head& head, u32 block, u32 num_tasks_1) {
+    while (block < num_blocks() && !(first_task(p, block) < num_tasks_1 && take_first_task(p, head, block))) ++block;
+    return block;
+}
+
 DEVICE void role_schedule(const Params& p, Smem& smem, const Head& head) {
     const u32 lane = lane_idx();
-    const u32 num_tasks = smem.block_start[kNumExperts] * (kNumTiles1 + kNumTiles2);
+    const u32 num_tasks_1 = smem.block_start[kNumExperts] * kNumTiles1, end = num_tasks(smem);
     if (!head.local) wait_for_head(p, head);
     Ring<kNumTaskSlots> slot;
-    for (u32 index = block_idx();;) {
+    u32 wanted_parity = 0;
+    u32 orphan = 0;  // first tasks are looked through up to this CTA's
+    bool in_head = head.alone;
+    for (u32 next = smem.first[kFirstTask];;) {
+        u32 index = next;
+        if (next >= num_tasks_1 && next < end && orphan < num_blocks()) {
+            if (lane == 0)
+                orphan = orphan == 0 && has_started(p, head) ? num_blocks() : find_orphan(p, head, orphan, num_tasks_1);
+            orphan = __shfl_sync(kFullMask, orphan, 0);
+            if (orphan < num_blocks()) index = first_task(p, orphan++);
+        }
         wait_barrier(p, kWaitTaskEmpty, &smem.task_empty[slot.stage], slot.stage, slot.empty_parity());
         Task task{kDone, 0, 0, 0, 0, 0};
-        if (index < num_tasks) {
+        if (index < end) {
             task = decode_task(smem, index);
             trace_task(p, task);
             for (u32 i = lane; i < task.num_rows; i += kWarpThreads) {
@@ -74,13 +119,19 @@ DEVICE void role_schedule(const Params& p, Smem& smem, const Head& head) {
             words[5] = task.block;
         }
         arrive(&smem.task_full[slot.stage]);  // every lane, for what it wrote; pairs with next_task
-        if (task.phase == kDone) return;
+        if (in_head && lane == 0) end_head(p, head);
+        in_head = false;
+        if (task.phase == kDone) break;
         trace_end(p, kEventTask);
         slot.advance();
-        // The first task of a CTA is its index, the others are claimed.
-        if (lane == 0) index = num_blocks() + fetch_add_relaxed_gpu(counter(p, head, kBankTask), 1);
-        index = __shfl_sync(kFullMask, index, 0);
+        // No task before it is wanted: one that waits here is missing where CTAs have nothing to do.
+        wait_barrier(p, kWaitTaskWanted, &smem.task_wanted, 0, wanted_parity);
+        wanted_parity ^= 1;
+        if (index != next) continue;
+        if (lane == 0) next = claim(p, head);
+        next = __shfl_sync(kFullMask, next, 0);
     }
+    clear_unrouted_tokens(p);
 }
 
 DEVICE Task read_task(const Smem& smem, u32 slot) {

@@ -32,7 +32,7 @@ def test_a_kernel_of_a_few_lines(tmp_path, monkeypatch):
     params.write_maps(bytes(128))
     params.write(x.data.ptr, 1, y.data.ptr, 2.5, -1, -7)
     device, stream = cupy.cuda.Device().id, cupy.cuda.get_current_stream()
-    load(plan, device).launch(params, stream.ptr, grid=1)
+    load(plan, device).launch(params, stream.ptr, cooperative=True, grid=1)
     stream.synchronize()
     assert (y[:32] == 2.5 * x[:32] - 7).all() and not y[32:].any()
 
