@@ -13,6 +13,8 @@ from jitmoe.run.driver import call, device_spec, driver, fail
 
 _FORMATS = {"i64": "q", "u64": "Q", "u32": "I", "i32": "i", "f32": "f"}
 
+MAX_CONFIGS = 64  # remembered for a kernel: streams come and go
+
 
 class Kernel:
     """One plan's kernel on one device; get it from `load`.
@@ -41,25 +43,31 @@ class Kernel:
             smem,
         )
         self.grid = blocks_per_sm * device_spec(device).num_sms
-        config = self._config = module.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = self.grid, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = plan.num_threads, 1, 1
-        config.sharedMemBytes = smem
+        self._launch = module.cuLaunchKernelEx
+        self._configs: dict[tuple, object] = {}  # by stream and grid; threads share and none writes
+
+    def _configure(self, stream: int, grid: int | None):
+        module = driver()
+        config = module.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid or self.grid, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = self.plan.num_threads, 1, 1
+        config.sharedMemBytes = self.plan.smem.num_bytes
+        config.hStream = module.CUstream(stream)
         cooperative = module.CUlaunchAttribute()
         cooperative.id = module.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
         cooperative.value.cooperative = 1
         config.attrs, config.numAttrs = [cooperative], 1
-        self._launch = module.cuLaunchKernelEx
-        self._stream_type = module.CUstream
+        if len(self._configs) >= MAX_CONFIGS:
+            self._configs.clear()
+        self._configs[stream, grid] = config
+        return config
 
     def launch(self, params: ParamBlock, stream: int, grid: int | None = None) -> None:
         """Launch on `stream` (an address) with the present contents of `params`.
 
         Raises DriverError.
         """
-        config = self._config
-        config.gridDimX = grid or self.grid
-        config.hStream = self._stream_type(stream)
+        config = self._configs.get((stream, grid)) or self._configure(stream, grid)
         (status,) = self._launch(config, self.function, params.pointers, 0)
         if status != 0:
             fail(self._launch, status)
