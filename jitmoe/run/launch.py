@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
+from collections.abc import Callable
+from functools import partial
 
 from jitmoe.jit.build import Built, build
 from jitmoe.jit.params import layout
@@ -91,9 +93,19 @@ class ParamBlock:
         assert fields.num_bytes - self._offset - self._record.size < 64, (
             "the record is not the struct"
         )
-        self._buffer = ctypes.create_string_buffer(fields.num_bytes)
+        self._allocate(bytes(fields.num_bytes))
+
+    def _allocate(self, contents: bytes) -> None:
+        self._buffer = ctypes.create_string_buffer(contents, len(contents))
         self._address = ctypes.c_void_p(ctypes.addressof(self._buffer))
         self.pointers = ctypes.addressof(self._address)
+
+    def copy(self) -> ParamBlock:
+        """A block of its own with the present contents."""
+        twin = ParamBlock.__new__(ParamBlock)
+        twin._record, twin._offset = self._record, self._offset
+        twin._allocate(self._buffer.raw)
+        return twin
 
     def write_maps(self, *maps: bytes) -> None:
         ctypes.memmove(self._buffer, b"".join(maps), 128 * len(maps))
@@ -101,6 +113,10 @@ class ParamBlock:
     def write(self, *values) -> None:
         """Every field after the tensor maps, in order."""
         self._record.pack_into(self._buffer, self._offset, *values)
+
+    def address_writer(self, num_fields: int) -> Callable[..., None]:
+        """A function that writes the first `num_fields` of these fields, which are addresses."""
+        return partial(struct.Struct(f"{num_fields}Q").pack_into, self._buffer, self._offset)
 
 
 _kernels: dict[tuple[int, Plan], Kernel] = {}

@@ -1,13 +1,17 @@
-"""Launches over a driver that only takes notes."""
+"""Launches and workspaces over a driver and a CuPy that only take notes."""
 
+import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from jitmoe import Workspace
 from jitmoe.plan.gpu import gpu_spec
 from jitmoe.plan.heuristics import choose
 from jitmoe.plan.problem import MoeProblem
-from jitmoe.run import launch
+from jitmoe.run import launch, workspace
 
 PLAN = choose(MoeProblem(8, 512, 192, 4, 2), gpu_spec("h200"))
 
@@ -53,3 +57,33 @@ def test_streams_and_grids_have_configurations_of_their_own(launches, monkeypatc
         (1, "stream 5", 1),
         (132, "stream 6", 1),
     ]
+
+
+class PinnedMemory(np.ndarray):
+    ptr = 77
+
+
+@pytest.fixture
+def cupy(monkeypatch):
+    def array(num_bytes, dtype):
+        return SimpleNamespace(nbytes=num_bytes, data=SimpleNamespace(ptr=1 << 30))
+
+    cuda = SimpleNamespace(
+        Device=lambda device: nullcontext(),
+        Stream=SimpleNamespace(from_external=lambda stream: nullcontext()),
+        alloc_pinned_memory=lambda num_bytes: np.zeros(num_bytes, np.uint8).view(PinnedMemory),
+        memory=SimpleNamespace(OutOfMemoryError=MemoryError),
+    )
+    cupy = SimpleNamespace(cuda=cuda, uint8=np.uint8, zeros=array, empty=array)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(workspace, "is_capturing", lambda stream: False)
+
+
+def test_ready_launches_are_forgotten_when_memory_moves(cupy):
+    memory = Workspace(device=0)
+    memory.reserve(PLAN, 64, stream=0)
+    memory.ready["a launch"] = "with addresses"
+    memory.reserve(PLAN, 64, stream=0)
+    assert memory.ready
+    memory.reserve(PLAN, 65, stream=0)
+    assert not memory.ready
