@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from jitmoe.plan.problem import QUANT_GROUP
-from jitmoe.run.arrays import DeviceArray, check_array, check_contiguous, check_rows, view
+from jitmoe.run.arrays import Layout, check_array, check_contiguous, check_rows, signer, view
 from jitmoe.weights import ExpertWeights
 
 MAX_X_BYTES = 1 << 36  # row offsets are 32-bit numbers of 16 bytes in the kernel
 
 
-class Call(NamedTuple):
-    """Arguments that were read and found right."""
+@dataclass(frozen=True, eq=False, slots=True)
+class Fit:
+    """Layouts of arguments that fit each other and the weights. Calls that agree in them share one,
+    known by identity.
+    """
 
-    x: DeviceArray
-    x_scale: DeviceArray | None
-    topk_ids: DeviceArray
-    topk_weights: DeviceArray
-    out: DeviceArray | None
+    x: Layout
+    x_scale: Layout | None
+    topk_ids: Layout
+    topk_weights: Layout
+    out: Layout | None
     num_tokens: int
     top_k: int
 
@@ -37,40 +40,66 @@ def split_x(x) -> tuple:
 
 
 def read_call(
-    x, x_scale, topk_ids, topk_weights, weights: ExpertWeights, out, read: Callable = view
-) -> Call:
-    """Read the arguments, each by `read`: `view`, or `host_view` for NumPy arrays.
+    x, x_scale, topk_ids, topk_weights, weights: ExpertWeights, out
+) -> tuple[Fit, int, int, int, int, int]:
+    """Layouts that fit, then the addresses of x, x_scale, topk_ids, topk_weights and out; 0 for
+    None.
 
     A combination of layouts is checked once, addresses always.
     """
+    _check_wrapped(weights)
+    x_ptr, x_signature = signer(type(x))(x, "x")
+    scale_ptr, scale_signature = 0, None
+    if x_scale is not None:
+        scale_ptr, scale_signature = signer(type(x_scale))(x_scale, "x_scale")
+    ids_ptr, ids_signature = signer(type(topk_ids))(topk_ids, "topk_ids")
+    router_ptr, router_signature = signer(type(topk_weights))(topk_weights, "topk_weights")
+    y_ptr, y_signature = 0, None
+    if out is not None:
+        y_ptr, y_signature = signer(type(out))(out, "out")
+    key = (x_signature, scale_signature, ids_signature, router_signature, y_signature)
+    fit = weights.calls.get(key)
+    if fit is None or (x_ptr | y_ptr) % 16:
+        fit = weights.calls[key] = check_call(x, x_scale, topk_ids, topk_weights, weights, out)
+    elif fit.out is not None:
+        _check_apart(x_ptr, fit.x.num_bytes, y_ptr, fit.out.num_bytes)
+    return fit, x_ptr, scale_ptr, ids_ptr, router_ptr, y_ptr
+
+
+def check_call(
+    x, x_scale, topk_ids, topk_weights, weights: ExpertWeights, out, read: Callable = view
+) -> Fit:
+    """Read the arguments, each by `read`: `view`, or `host_view` for NumPy arrays. Raises what
+    `mega_moe` documents where they do not fit.
+    """
+    _check_wrapped(weights)
+    x = read(x, "x")
+    scale = None if x_scale is None else read(x_scale, "x_scale")
+    ids, router = read(topk_ids, "topk_ids"), read(topk_weights, "topk_weights")
+    y = None if out is None else read(out, "out")
+    read(weights.tensors[0], "w13")  # refuses host weights on a GPU, and the reverse
+    sizes = _check(x, scale, ids, router, y, weights)
+    if y is not None:
+        _check_apart(x.ptr, x.layout.num_bytes, y.ptr, y.layout.num_bytes)
+    layouts = [array and array.layout for array in (x, scale, ids, router, y)]
+    return Fit(*layouts, *sizes)
+
+
+def _check_wrapped(weights) -> None:
     if not isinstance(weights, ExpertWeights):
         raise TypeError(
             f"weights must be jitmoe.ExpertWeights, got {type(weights).__name__}; "
             "wrap the tensors in it"
         )
-    x = read(x, "x")
-    scale = None if x_scale is None else read(x_scale, "x_scale")
-    ids, router = read(topk_ids, "topk_ids"), read(topk_weights, "topk_weights")
-    y = None if out is None else read(out, "out")
-    layouts = (
-        x.layout,
-        None if scale is None else scale.layout,
-        ids.layout,
-        router.layout,
-        None if y is None else y.layout,
-    )
-    sizes = weights.calls.get(layouts)
-    if sizes is None or (x.ptr if y is None else x.ptr | y.ptr) % 16:
-        read(weights.tensors[0], "w13")  # refuses host weights on a GPU, and the reverse
-        sizes = weights.calls[layouts] = _check(x, scale, ids, router, y, weights)
-    if y is not None:
-        x_end, y_end = x.ptr + x.layout.num_bytes, y.ptr + y.layout.num_bytes
-        if x.ptr < y_end and y.ptr < x_end:
-            raise ValueError(
-                f"out, {y.ptr:#x} to {y_end:#x}, overlaps x, {x.ptr:#x} to {x_end:#x}, which is "
-                "still read while rows are written; pass memory of its own"
-            )
-    return Call(x, scale, ids, router, y, *sizes)
+
+
+def _check_apart(x_ptr: int, x_bytes: int, y_ptr: int, y_bytes: int) -> None:
+    x_end, y_end = x_ptr + x_bytes, y_ptr + y_bytes
+    if x_ptr < y_end and y_ptr < x_end:
+        raise ValueError(
+            f"out, {y_ptr:#x} to {y_end:#x}, overlaps x, {x_ptr:#x} to {x_end:#x}, which is "
+            "still read while rows are written; pass memory of its own"
+        )
 
 
 def _check(x, scale, ids, router, out, weights: ExpertWeights) -> tuple[int, int]:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from jitmoe.arguments import read_call, split_x
+from collections.abc import Callable
+from typing import NamedTuple
+
+from jitmoe.arguments import Fit, check_call, read_call, split_x
 from jitmoe.plan import heuristics
 from jitmoe.plan.gpu import gpu_spec
 from jitmoe.plan.mega_moe import MegaMoePlan
+from jitmoe.plan.spread import stride
 from jitmoe.prepare import prepare
 from jitmoe.run import arrays
 from jitmoe.run.arrays import HOST, host_view, view
 from jitmoe.run.driver import device_spec
-from jitmoe.run.launch import Kernel
+from jitmoe.run.launch import Kernel, ParamBlock
+from jitmoe.run.streams import current_stream, stream_address
 from jitmoe.run.workspace import Workspace, implicit_workspace
 from jitmoe.weights import ExpertWeights
 
@@ -60,19 +65,20 @@ def mega_moe(
     if backend != "cuda":
         return _emulated(backend, x, topk_ids, topk_weights, weights, out, stream, workspace, plan)
     x_rows, x_scale = split_x(x)
-    call = read_call(x_rows, x_scale, topk_ids, topk_weights, weights, out)
-    y = call.out
+    fit, x_ptr, scale_ptr, ids_ptr, router_ptr, y_ptr = read_call(
+        x_rows, x_scale, topk_ids, topk_weights, weights, out
+    )
     if out is None:
         out = arrays.empty_rows(
-            call.num_tokens, weights.hidden, x_rows, call.x.family, weights.device
+            fit.num_tokens, weights.hidden, x_rows, fit.x.family, weights.device
         )
-        y = view(out, "out")
-    if call.num_tokens == 0:
+        y_ptr = view(out, "out").ptr
+    if fit.num_tokens == 0:
         return out
     if stream is None:
-        stream = arrays.current_stream(call.x.family, weights.device)
+        stream = current_stream(fit.x.family, weights.device)
     elif not isinstance(stream, int):
-        stream = arrays.stream_address(stream)
+        stream = stream_address(stream)
     if workspace is None:
         workspace = implicit_workspace(weights.device, stream)
     elif workspace.device != weights.device:
@@ -80,39 +86,77 @@ def mega_moe(
             f"the workspace is on GPU {workspace.device}, the weights are on GPU {weights.device}"
         )
     workspace.check()
+    ready = workspace.ready.get((fit, plan)) or _make_ready(weights, plan, workspace, fit, stream)
+    workspace.note_launch(stream)
+    ready.write_addresses(
+        x_ptr,
+        scale_ptr,
+        ids_ptr,
+        router_ptr,
+        weights.w13_scale.ptr,
+        weights.w2_scale.ptr,
+        y_ptr,
+    )
+    ready.kernel.launch(ready.params, stream, ready.cooperative)
+    return out
+
+
+class Ready(NamedTuple):
+    """What calls of the same layouts, plan and workspace share: all of a launch but addresses.
+
+    Parameters are a copy of its own, so that calls of other layouts cannot come between writing
+    addresses and launching.
+    """
+
+    kernel: Kernel
+    params: ParamBlock
+    write_addresses: Callable[..., None]
+    cooperative: bool
+
+
+MAX_READY = 4096  # remembered for a workspace; then all are made ready again
+
+_NO_ADDRESSES = (0,) * 7  # x to y, which every call writes
+
+
+def _make_ready(
+    weights: ExpertWeights, plan: MegaMoePlan | None, workspace: Workspace, fit: Fit, stream: int
+) -> Ready:
+    key = (fit, plan)
     if plan is None:
-        plan = _plan(weights, call.num_tokens, call.top_k)
+        plan = _plan(weights, fit.num_tokens, fit.top_k)
     else:
-        _check_plan(plan, weights, call.top_k)
-    prepared = prepare(weights, plan, workspace, call.num_tokens, stream)
-    x_is_bf16 = x_scale is None
-    scale = call.x_scale
-    prepared.params.write(
-        call.x.ptr,
-        0 if x_is_bf16 else scale.ptr,
-        call.topk_ids.ptr,
-        call.topk_weights.ptr,
-        *prepared.weight_scales,
-        y.ptr,
+        _check_plan(plan, weights, fit.top_k)
+    prepared = prepare(weights, plan, workspace, fit.num_tokens, stream)
+    x_is_bf16 = fit.x_scale is None
+    params = prepared.params.copy()
+    params.write(
+        *_NO_ADDRESSES,
         *prepared.memory,
         workspace.status_address,
-        call.x.strides[0] * (2 if x_is_bf16 else 1),
-        0 if x_is_bf16 else scale.strides[0],
-        0 if x_is_bf16 else scale.strides[1],
+        fit.x.strides[0] * (2 if x_is_bf16 else 1),
+        0 if x_is_bf16 else fit.x_scale.strides[0],
+        0 if x_is_bf16 else fit.x_scale.strides[1],
         *prepared.scale_strides,
-        y.strides[0],
-        call.num_tokens,
+        weights.hidden if fit.out is None else fit.out.strides[0],
+        fit.num_tokens,
         prepared.bank_words,
+        stride(prepared.kernel.grid),
         prepared.row_capacity,
         x_is_bf16,
-        call.topk_ids.dtype == "i64",
-        call.topk_weights.dtype != "f32",
+        fit.topk_ids.dtype == "i64",
+        fit.topk_weights.dtype != "f32",
         workspace.timeout_us,
     )
-    workspace.note_launch(stream)
-    cooperative = plan.needs_whole_grid(call.num_tokens, x_is_bf16)
-    prepared.kernel.launch(prepared.params, stream, cooperative)
-    return out
+    if len(workspace.ready) >= MAX_READY:
+        workspace.ready.clear()
+    ready = workspace.ready[key] = Ready(
+        prepared.kernel,
+        params,
+        params.address_writer(len(_NO_ADDRESSES)),
+        plan.needs_whole_grid(fit.num_tokens, x_is_bf16),
+    )
+    return ready
 
 
 def _emulated(backend, x, topk_ids, topk_weights, weights, out, stream, workspace, plan):
@@ -126,11 +170,11 @@ def _emulated(backend, x, topk_ids, topk_weights, weights, out, stream, workspac
                 f"got {type(value).__name__}; leave it out"
             )
     x_rows, x_scale = split_x(x)
-    call = read_call(x_rows, x_scale, topk_ids, topk_weights, weights, out, host_view)
-    if call.num_tokens and plan is None:
-        plan = _plan(weights, call.num_tokens, call.top_k)
-    elif call.num_tokens:
-        _check_plan(plan, weights, call.top_k)
+    fit = check_call(x_rows, x_scale, topk_ids, topk_weights, weights, out, host_view)
+    if fit.num_tokens and plan is None:
+        plan = _plan(weights, fit.num_tokens, fit.top_k)
+    elif fit.num_tokens:
+        _check_plan(plan, weights, fit.top_k)
     from jitmoe.fused_emulated import run
 
     return run(plan, x_rows, x_scale, topk_ids, topk_weights, weights, out)
@@ -161,11 +205,7 @@ def warmup(
     """
     view(weights.tensors[0], "w13")  # refuses NumPy's
     weights.problem(num_tokens, top_k)
-    address = (
-        arrays.current_stream("cupy", weights.device)
-        if stream is None
-        else arrays.stream_address(stream)
-    )
+    address = current_stream("cupy", weights.device) if stream is None else stream_address(stream)
     workspace = workspace or implicit_workspace(weights.device, address)
     last = {_plan(weights, n, top_k): n for n in _bucket_edges(weights, num_tokens, top_k)}
     return [prepare(weights, plan, workspace, n, address).kernel for plan, n in last.items()]

@@ -20,7 +20,6 @@ class Prepared(NamedTuple):
     kernel: Kernel
     params: ParamBlock
     memory: tuple[int, ...]
-    weight_scales: tuple[int, int]
     scale_strides: tuple[int, ...]
     bank_words: int
     row_capacity: int
@@ -70,7 +69,6 @@ def prepare(
         kernel,
         params,
         tuple(memory[name] for name in (*_SCRATCH, *["trace"] * plan.trace, *_CONTROL)),
-        (w13_scale.ptr, w2_scale.ptr),
         (w13_scale.strides[0], w2_scale.strides[0], w13_scale.strides[1], w2_scale.strides[1]),
         workspace.bank_words(plan),
         row_capacity,

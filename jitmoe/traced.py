@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from jitmoe.arguments import read_call, split_x
+from jitmoe.arguments import check_call, split_x
 from jitmoe.fused import mega_moe
 from jitmoe.plan.gpu import gpu_spec
 from jitmoe.plan.heuristics import choose
@@ -46,18 +46,18 @@ def trace(
         )
     x_rows, x_scale = split_x(x)
     read = host_view if is_emulated else view
-    call = read_call(x_rows, x_scale, topk_ids, topk_weights, weights, out, read)
-    if call.num_tokens == 0:
+    fit = check_call(x_rows, x_scale, topk_ids, topk_weights, weights, out, read)
+    if fit.num_tokens == 0:
         raise ValueError("x must have tokens for a trace, got none; pass one at least")
     gpu = gpu_spec("h200") if is_emulated else device_spec(weights.device)
-    plan = plan or choose(weights.problem(call.num_tokens, call.top_k), gpu)
+    plan = plan or choose(weights.problem(fit.num_tokens, fit.top_k), gpu)
     plan = replace(plan, trace=True)
     plan.check(gpu)
     if is_emulated:
         from jitmoe.fused_emulated import launch
 
         if out is None:
-            out = np.empty((call.num_tokens, weights.hidden), np.uint16)
+            out = np.empty((fit.num_tokens, weights.hidden), np.uint16)
         rings = launch(plan, x_rows, x_scale, topk_ids, topk_weights, weights, out).rings
     else:
         rings = _rings((x, topk_ids, topk_weights, weights), plan, out, stream, backend)
@@ -80,7 +80,7 @@ def _rings(arguments: tuple, plan: MegaMoePlan, out, stream, backend: str) -> np
         workspace.check()
 
     launch()
-    region = plan.trace_rings(plan.trace_blocks)
+    region = plan.trace_rings(plan.max_blocks)
     start = plan.scratch(workspace.capacity(plan)).offsets["trace"]
     with cupy.cuda.Device(device) as current:
         rings = workspace.scratch[start : start + region.num_bytes]

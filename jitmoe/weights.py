@@ -68,8 +68,8 @@ class ExpertWeights:
             check_array(getattr(self, name), name, blocks, ("f32",), self.device, remedy)
             check_dense(getattr(self, name), name)
         # What calls with these weights share (fused.py): plans, kernels and packed parameters; and
-        # by their layouts, arguments that were found right.
-        self.memo, self.calls = Memo(256), Memo(4096)
+        # by their signatures, arguments that were found right.
+        self.memo, self.calls = Memo(256), Memo(1024)
 
     def problem(self, num_tokens: int, top_k: int) -> MoeProblem:
         """A call's sizes. Raises ValueError for those there is no kernel for."""

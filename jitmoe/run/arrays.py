@@ -1,13 +1,13 @@
 """Arrays on a GPU of any family, and NumPy's for emulation, seen through one small record: address
 and layout.
 
-Reading an array is on the path of every call, so what follows from shape, strides, dtype and device
-is worked out once for each combination and shared.
+What follows from shape, strides, dtype and device is worked out once for each combination and
+shared. On the path of every call, signatures tell combinations apart at the least cost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -84,8 +84,7 @@ def view(array, name: str) -> DeviceArray:
     CuPy arrays, PyTorch tensors (read without importing PyTorch) and whatever speaks
     `__cuda_array_interface__` or DLPack are device arrays.
     """
-    reader = _readers.get(type(array)) or _readers.setdefault(type(array), _reader(type(array)))
-    return reader(array, name)
+    return _reader(type(array))(array, name)
 
 
 def host_view(array, name: str) -> DeviceArray:
@@ -106,12 +105,29 @@ def host_view(array, name: str) -> DeviceArray:
     return DeviceArray(array.ctypes.data, layout)
 
 
-_new = tuple.__new__  # half the time of the constructor that NamedTuple writes
-_readers: dict[type, Callable] = {}
 _layouts: dict[tuple, Layout] = {}
 _MAX_LAYOUTS = 8192  # token counts come and go
 
 
+@cache
+def signer(kind: type) -> Callable[[object, str], tuple[int, Hashable]]:
+    """What turns an array of a type, and an argument's name, into address and signature: arrays of
+    equal signatures have equal layouts, though `view` may refuse both.
+    """
+    reader = _reader(kind)
+    return {_read_torch: _sign_torch, _read_cupy: _sign_cupy}.get(reader, reader)
+
+
+def _sign_torch(array, name: str) -> tuple[int, tuple]:
+    return array.data_ptr(), (array.shape, array.stride(), array.dtype, array.device)
+
+
+def _sign_cupy(array, name: str) -> tuple[int, tuple]:
+    data = array.data
+    return data.ptr, (array.shape, array.strides, array.dtype, data.device_id)
+
+
+@cache
 def _reader(kind: type) -> Callable:
     packages = {base.__module__.partition(".")[0] for base in kind.__mro__}
     if "torch" in packages:
@@ -133,7 +149,7 @@ def _read_torch(array, name: str) -> DeviceArray:
             )
         dtype = str(array.dtype).removeprefix("torch.")
         layout = _layout(key, key[1], dtype, array.element_size(), array.device.index, "torch")
-    return _new(DeviceArray, (array.data_ptr(), layout))
+    return DeviceArray(array.data_ptr(), layout)
 
 
 def _read_cupy(array, name: str, family: str = "cupy") -> DeviceArray:
@@ -144,7 +160,7 @@ def _read_cupy(array, name: str, family: str = "cupy") -> DeviceArray:
         itemsize = array.itemsize
         strides = [stride // itemsize for stride in array.strides]
         layout = _layout(key, strides, array.dtype.name, itemsize, data.device_id, family)
-    return _new(DeviceArray, (data.ptr, layout))
+    return DeviceArray(data.ptr, layout)
 
 
 def _read_other(array, name: str) -> DeviceArray:
@@ -267,28 +283,3 @@ def _cupy_bf16():
     if int(cupy.__version__.split(".")[0]) >= 14:
         return np.dtype(ml_dtypes.bfloat16)
     return np.dtype(np.uint16)
-
-
-def current_stream(family: str, device: int) -> int:
-    """The stream the caller's library would use now, as an address."""
-    if family == "torch":
-        import torch
-
-        return torch.cuda.current_stream(device).cuda_stream
-    import cupy
-
-    return cupy.cuda.get_current_stream(device).ptr
-
-
-def stream_address(stream) -> int:
-    """The address of a stream given as an int, a CuPy or PyTorch stream, or `__cuda_stream__`."""
-    if isinstance(stream, int):
-        return stream
-    for attribute in ("ptr", "cuda_stream"):
-        if hasattr(stream, attribute):
-            return getattr(stream, attribute)
-    if hasattr(stream, "__cuda_stream__"):
-        return stream.__cuda_stream__()[1]
-    raise TypeError(
-        f"stream must be an address or a CuPy or PyTorch stream, got {type(stream).__name__}"
-    )

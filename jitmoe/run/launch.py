@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
+from collections.abc import Callable
+from functools import partial
 
 from jitmoe.jit.build import Built, build
 from jitmoe.jit.params import layout
@@ -12,6 +14,8 @@ from jitmoe.plan.plan import Plan
 from jitmoe.run.driver import call, device_spec, driver, fail
 
 _FORMATS = {"i64": "q", "u64": "Q", "u32": "I", "i32": "i", "f32": "f"}
+
+MAX_CONFIGS = 64  # remembered for a kernel: streams come and go
 
 
 class Kernel:
@@ -41,16 +45,17 @@ class Kernel:
             smem,
         )
         self.grid = blocks_per_sm * device_spec(device).num_sms
-        self._configs = {True: self._config(smem, True), False: self._config(smem, False)}
         self._launch = module.cuLaunchKernelEx
-        self._stream_type = module.CUstream
+        # By stream, kind and grid; threads share them and none writes.
+        self._configs: dict[tuple[int, bool, int | None], object] = {}
 
-    def _config(self, smem: int, cooperative: bool):
+    def _configure(self, stream: int, cooperative: bool, grid: int | None):
         module = driver()
         config = module.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = self.grid, 1, 1
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid or self.grid, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = self.plan.num_threads, 1, 1
-        config.sharedMemBytes = smem
+        config.sharedMemBytes = self.plan.smem.num_bytes
+        config.hStream = module.CUstream(stream)
         attribute, ids = module.CUlaunchAttribute(), module.CUlaunchAttributeID
         if cooperative:
             attribute.id = ids.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
@@ -59,6 +64,9 @@ class Kernel:
             attribute.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             attribute.value.programmaticStreamSerializationAllowed = 1
         config.attrs, config.numAttrs = [attribute], 1
+        if len(self._configs) >= MAX_CONFIGS:
+            self._configs.clear()
+        self._configs[stream, cooperative, grid] = config
         return config
 
     def launch(
@@ -73,9 +81,8 @@ class Kernel:
 
         Raises DriverError.
         """
-        config = self._configs[cooperative]
-        config.gridDimX = grid or self.grid
-        config.hStream = self._stream_type(stream)
+        key = (stream, cooperative, grid)
+        config = self._configs.get(key) or self._configure(*key)
         (status,) = self._launch(config, self.function, params.pointers, 0)
         if status != 0:
             fail(self._launch, status)
@@ -99,9 +106,19 @@ class ParamBlock:
         assert fields.num_bytes - self._offset - self._record.size < 64, (
             "the record is not the struct"
         )
-        self._buffer = ctypes.create_string_buffer(fields.num_bytes)
+        self._allocate(bytes(fields.num_bytes))
+
+    def _allocate(self, contents: bytes) -> None:
+        self._buffer = ctypes.create_string_buffer(contents, len(contents))
         self._address = ctypes.c_void_p(ctypes.addressof(self._buffer))
         self.pointers = ctypes.addressof(self._address)
+
+    def copy(self) -> ParamBlock:
+        """A block of its own with the present contents."""
+        twin = ParamBlock.__new__(ParamBlock)
+        twin._record, twin._offset = self._record, self._offset
+        twin._allocate(self._buffer.raw)
+        return twin
 
     def write_maps(self, *maps: bytes) -> None:
         ctypes.memmove(self._buffer, b"".join(maps), 128 * len(maps))
@@ -109,6 +126,10 @@ class ParamBlock:
     def write(self, *values) -> None:
         """Every field after the tensor maps, in order."""
         self._record.pack_into(self._buffer, self._offset, *values)
+
+    def address_writer(self, num_fields: int) -> Callable[..., None]:
+        """A function that writes the first `num_fields` of these fields, which are addresses."""
+        return partial(struct.Struct(f"{num_fields}Q").pack_into, self._buffer, self._offset)
 
 
 _kernels: dict[tuple[int, Plan], Kernel] = {}

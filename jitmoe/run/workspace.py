@@ -67,6 +67,7 @@ class Workspace:
         self.serial = next(_serials)  # unlike id(), never used again
         # Counts moves of the memory, so that callers know when pointers changed.
         self.generation = 0
+        self.ready: dict = {}  # launches that callers made ready (fused.py), until the memory moves
         self._scratch = None
         self._controls: dict[Plan, tuple[int, object]] = {}
         self._retired: list[object] = []
@@ -147,7 +148,9 @@ class Workspace:
         capacity = (
             -(-max(capacity, min(old_capacity + old_capacity // 4, old_capacity + 4096)) // 64) * 64
         )
-        self.generation += 1  # even if memory runs out: some of the old may be gone by then
+        # Even if memory runs out: some of the old may be gone by then.
+        self.generation += 1
+        self.ready.clear()
         with cupy.cuda.Device(self.device), _external_stream(stream):
             try:
                 control = old_control

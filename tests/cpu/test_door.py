@@ -2,6 +2,7 @@
 
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -41,13 +42,16 @@ class FakeTensor:
     def stride(self):
         return (1,)
 
+    def data_ptr(self):
+        return 1 << 20
+
 
 FakeTensor.__module__ = "torch"
 
 
 class FakeWorkspace:
     def __init__(self, device=0):
-        self.device = device
+        self.device, self.ready = device, {}
 
     def check(self):
         pass
@@ -325,8 +329,8 @@ class FakeKernel:
     def __init__(self):
         self.launches = []
 
-    def launch(self, params, stream):
-        self.launches.append((params.values, stream))
+    def launch(self, params, stream, cooperative):
+        self.launches.append((dict(params.values), stream))
 
 
 class FakeParams:
@@ -336,9 +340,16 @@ class FakeParams:
     def write_maps(self, *maps):
         self.maps = maps
 
+    def copy(self):
+        return FakeParams(self.plan)
+
     def write(self, *values):
         params = [param for param in self.plan.params if param.ctype != "TensorMap"]
         self.values = {p.name: v for p, v in zip(params, values, strict=True)}
+
+    def address_writer(self, num_fields):
+        names = list(self.values)[:num_fields]
+        return lambda *addresses: self.values.update(zip(names, addresses, strict=True))
 
 
 class RoomyWorkspace(FakeWorkspace):
@@ -411,11 +422,55 @@ def test_layouts_are_checked_once_and_addresses_always(kernel):
     for _ in range(3):
         call()
     assert len(weights.calls) == 1 and len(kernel.launches) == 3
+    floats = FakeArray((TOKENS, TOP_K), "float32")
+    for _ in range(2):
+        assert "i32 or i64, got f32" in refusal(lambda: call(topk_ids=floats))
+        assert "x must be on a GPU" in refusal(lambda: call(x=FakeTensor()), TypeError)
+        assert "on GPU 1" in refusal(lambda: call(out=FakeArray((3, 512), "uint16", device=1)))
+    assert len(weights.calls) == 1 and len(kernel.launches) == 3
     moved = FakeArray((TOKENS, HIDDEN), "bfloat16", ptr=(1 << 20) + 8)
     assert "rows of x" in refusal(lambda: call(x=moved))
     beside = FakeArray((TOKENS, HIDDEN), "uint16", ptr=(1 << 20) + 2 * TOKENS * HIDDEN)
     call(out=beside)
     assert "overlaps" in refusal(lambda: call(out=FakeArray((TOKENS, HIDDEN), "uint16")))
+
+
+def test_addresses_are_written_at_every_call(kernel):
+    weights, given, workspace = layer_weights(), call_arrays(), RoomyWorkspace()
+    other = {
+        name: FakeArray(array.shape, array.dtype.name, ptr=array.data.ptr + (1 << 25))
+        for name, array in given.items()
+    }
+    calls = (given, other, given)
+    for call in calls:
+        mega_moe(weights=weights, **call, stream=0, workspace=workspace)
+    assert len(workspace.ready) == 1
+    for (values, _), call in zip(kernel.launches, calls, strict=True):
+        for name in ("x", "topk_ids", "topk_weights"):
+            assert values[name] == call[name].data.ptr
+        assert values["y"] == call["out"].data.ptr and values["x_scale"] == 0
+        assert values["w13_scale"] == values["w2_scale"] == weights.w13_scale.ptr
+
+
+def test_ready_launches_are_those_of_layouts_plan_and_memory(kernel, monkeypatch):
+    weights, given, workspace = layer_weights(), call_arrays(), RoomyWorkspace()
+
+    def call(num_ready, weights=weights, given=given, **kwargs):
+        mega_moe(weights=weights, **given, stream=0, workspace=workspace, **kwargs)
+        assert len(workspace.ready) == num_ready
+        return kernel.launches[-1][0]
+
+    call(1)
+    assert call(2, given=call_arrays(tokens=TOKENS + 1))["num_tokens"] == TOKENS + 1
+    call(3, weights=layer_weights())
+    plan = choose(MoeProblem(TOKENS, HIDDEN, INTERMEDIATE, EXPERTS, TOP_K), gpu_spec("h200"))
+    call(4, plan=plan)
+    call(4, plan=replace(plan))
+    workspace.generation, workspace.bank_words = 2, lambda plan: 12_345  # as when memory moves
+    workspace.ready.clear()
+    assert call(1)["bank_words"] == 12_345
+    monkeypatch.setattr(fused, "MAX_READY", 1)
+    call(1, plan=plan)
 
 
 def test_workspaces_of_the_past_are_forgotten(kernel):

@@ -1,12 +1,15 @@
 """The parameter struct: one list, and the same offsets in NumPy and in C."""
 
 import ctypes
+import struct
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from jitmoe.jit import nvrtc, params
 from jitmoe.plan.plan import Param
+from jitmoe.run.launch import ParamBlock
 
 PARAMS = (
     Param("map", "TensorMap", "a map"),
@@ -48,6 +51,22 @@ def test_tensor_maps_are_aligned_and_the_size_is_padded():
     assert offsets["offset"] == 320
     assert layout.num_bytes == 384
     assert layout.dtype.itemsize == 384
+
+
+def contents(block: ParamBlock, num_bytes: int) -> bytes:
+    """What the driver reads through the block's array of one pointer."""
+    return ctypes.string_at(ctypes.c_void_p.from_address(block.pointers).value, num_bytes)
+
+
+def test_copies_of_a_block_are_apart():
+    fields = (PARAMS[0], PARAMS[1], PARAMS[3], PARAMS[7])
+    block = ParamBlock(SimpleNamespace(params=fields))
+    block.write_maps(bytes(range(128)))
+    block.write(1, 2, -3)
+    twin = block.copy()
+    twin.address_writer(2)(1 << 40, 1 << 41)
+    assert contents(block, 152) == bytes(range(128)) + struct.pack("QQq", 1, 2, -3)
+    assert contents(twin, 152) == bytes(range(128)) + struct.pack("QQq", 1 << 40, 1 << 41, -3)
 
 
 def test_dtype_writes_where_the_struct_reads():

@@ -43,7 +43,7 @@ LATE = {"cupy", "cuda", "torch", "transformers", "deep_gemm", "matplotlib"}
 ORDER = {
     "plan": ["problem", "models", "gpu", "memory_map", "plan", "mega_moe", "heuristics"],
     "jit": ["params", "render", "nvrtc", "cache", "store", "build"],
-    "run": ["driver", "arrays", "launch", "tma", "workspace"],
+    "run": ["driver", "arrays", "streams", "launch", "tma", "workspace"],
     "peers": [
         "peer",
         "weights",
