@@ -24,7 +24,17 @@ from jitmoe.jit.render import render, templates_dir
 from jitmoe.plan.plan import Plan
 
 RUNTIME = Path(__file__).parent / "runtime"
-_SOURCES = ("scheduler", "memory", "mbarrier", "warp", "wgmma", "cluster", "races", "main")
+_SOURCES = (
+    "scheduler",
+    "memory",
+    "mbarrier",
+    "warp",
+    "wgmma",
+    "cluster",
+    "launches",
+    "races",
+    "main",
+)
 _COMMON = ("-std=c++17", "-w", "-fPIE", "-fno-strict-aliasing", "-ffp-contract=off", "-Wno-psabi")
 _KERNEL_FLAGS = ("-O1", "-g1")
 _RUNTIME_FLAGS = ("-O2", "-g1")

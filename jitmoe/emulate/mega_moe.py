@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
 import numpy as np
 
 from jitmoe.emulate.compile import executable
@@ -10,6 +14,22 @@ from jitmoe.plan.mega_moe import MegaMoePlan
 from jitmoe.reference import Layer
 
 _TIMEOUT_US = 30_000_000
+
+
+class Call(NamedTuple):
+    """Arguments of a launch.
+
+    x             [num_tokens, hidden] bf16 bits (uint16), or (e4m3 codes uint8, scales f32)
+    topk_ids      [num_tokens, top_k] int32 or int64
+    topk_weights  [num_tokens, top_k] float32 or bf16 bits
+    late          by name (x, x_scale, topk_ids, topk_weights) what some of them are replaced by
+                  when all that came before the launch is over: arrays of the same layout
+    """
+
+    x: np.ndarray | tuple[np.ndarray, np.ndarray]
+    topk_ids: np.ndarray
+    topk_weights: np.ndarray
+    late: Mapping[str, np.ndarray] = MappingProxyType({})
 
 
 class EmulatedLayer:
@@ -39,55 +59,99 @@ class EmulatedLayer:
         control = plan.control(max_tokens)
         self._control = {r.name: np.zeros(r.num_bytes, np.uint8) for r in control.regions}
 
-    def __call__(
+    def __call__(self, x, topk_ids, topk_weights, **options) -> np.ndarray:
+        """One launch: y as bf16 bits [num_tokens, hidden]. Arguments as in Call, options as in
+        run_in_stream.
+        """
+        return self.run_in_stream([Call(x, topk_ids, topk_weights)], **options)[0]
+
+    def run_in_stream(
         self,
-        x,
-        topk_ids,
-        topk_weights,
+        calls: Sequence[Call | tuple],
         *,
         seed: int = 0,
         expire: bool = False,
         hardware_sums: bool = False,
         timeout_s: float = 600.0,
-    ) -> np.ndarray:
-        """One launch: y as bf16 bits [num_tokens, hidden]. Scratch and y hold 0xFF before it.
-
-        x             [num_tokens, hidden] bf16 bits (uint16), or (e4m3 codes uint8, scales f32)
-        topk_ids      [num_tokens, top_k] int32 or int64
-        topk_weights  [num_tokens, top_k] float32 or bf16 bits
+    ) -> list[np.ndarray]:
+        """Launches of one stream, each a programmatic dependent of the one before, in one
+        workspace: y of every call. Scratch and y hold 0xFF before.
 
         hardware_sums: sums of matrix multiplies are cut off as an H200 does, else exact.
 
-        Raises EmulationError; `report` has the report of the last launch that came to its end, and
-        `rings` the stamps of a traced plan's.
+        Raises EmulationError; `report` has the report of the last launches that came to their end,
+        and `rings` the stamps of a traced plan's last.
         """
-        plan, (w13, w13_scale, w2, w2_scale) = self.plan, self.layer
-        x, x_scale = x if isinstance(x, tuple) else (x, None)
-        num_tokens = x.shape[0]
-        assert num_tokens <= self.max_tokens and x.shape[1] == plan.hidden
-        y = np.full((num_tokens, plan.hidden), 0xFFFF, np.uint16)
-        arrays = {
-            "x": Array(_span(x)),
-            "topk_ids": Array(topk_ids),
-            "topk_weights": Array(topk_weights),
-            "w13": Array(w13),
-            "w2": Array(w2),
-            "w13_scale": Array(w13_scale),
-            "w2_scale": Array(w2_scale),
-            "y": Array(y, writable=True),
-            "status": Array(self.status, writable=True),
-        }
-        if x_scale is not None:
-            arrays["x_scale"] = Array(_span(x_scale))
-        for region in plan.scratch(self.max_tokens).regions:
+        shared = self._shared_arrays()
+        ranks, ys = [], []
+        for call in calls:
+            rank, y = self._rank(Call(*call), shared)
+            ranks.append(rank)
+            ys.append(y)
+        self.report = launch(
+            self.executable,
+            self.plan,
+            ranks,
+            in_stream=True,
+            seed=seed,
+            expire=expire,
+            hardware_sums=hardware_sums,
+            timeout_s=timeout_s,
+        )
+        return ys
+
+    def _shared_arrays(self) -> dict[str, Array]:
+        """Weights and workspace: the same in all launches of a stream."""
+        arrays = {name: Array(part) for name, part in self.layer._asdict().items()}
+        arrays["status"] = Array(self.status, writable=True)
+        for region in self.plan.scratch(self.max_tokens).regions:
             if region.name != "trace":
                 data = np.full(region.num_bytes, 0xFF, np.uint8)
                 arrays[region.name] = Array(data, writable=True)
+        for name, data in self._control.items():
+            arrays[name] = Array(data, writable=True)
+        return arrays
+
+    def _rank(self, call: Call, shared: dict[str, Array]) -> tuple[Rank, np.ndarray]:
+        """A launch, and the y that it fills."""
+        plan, layer = self.plan, self.layer
+        x, x_scale = call.x if isinstance(call.x, tuple) else (call.x, None)
+        num_tokens = x.shape[0]
+        assert num_tokens <= self.max_tokens and x.shape[1] == plan.hidden
+        y = np.full((num_tokens, plan.hidden), 0xFFFF, np.uint16)
+        arrays = shared | {
+            "x": Array(_span(x)),
+            "topk_ids": Array(call.topk_ids),
+            "topk_weights": Array(call.topk_weights),
+            "y": Array(y, writable=True),
+        }
+        if x_scale is not None:
+            arrays["x_scale"] = Array(_span(x_scale))
         if plan.trace:
             self.rings = np.zeros(plan.trace_rings(self.num_blocks).shape, np.uint32)
             arrays["trace"] = Array(self.rings, writable=True)
-        for name, data in self._control.items():
-            arrays[name] = Array(data, writable=True)
+        scalars = {
+            "x_stride": x.strides[0] if num_tokens else 0,
+            "x_scale_token_stride": 0 if x_scale is None else x_scale.strides[0] // 4,
+            "x_scale_group_stride": 0 if x_scale is None else x_scale.strides[1] // 4,
+            "w13_scale_expert_stride": layer.w13_scale[0].size,
+            "w2_scale_expert_stride": layer.w2_scale[0].size,
+            "w13_scale_row_stride": layer.w13_scale.shape[2],
+            "w2_scale_row_stride": layer.w2_scale.shape[2],
+            "y_stride": plan.hidden,
+            "num_tokens": num_tokens,
+            "bank_words": plan.bank_words(self.max_tokens),
+            "row_capacity": plan.row_capacity(self.max_tokens),
+            "x_is_bf16": x_scale is None,
+            "ids_are_i64": call.topk_ids.dtype == np.int64,
+            "weights_are_bf16": call.topk_weights.dtype == np.uint16,
+            "timeout_us": _TIMEOUT_US,
+        }
+        late = {n: _span(data) if n.startswith("x") else data for n, data in call.late.items()}
+        return Rank(arrays, scalars, self._maps(), self.num_blocks, late), y
+
+    def _maps(self) -> dict[str, TensorMap]:
+        plan = self.plan
         half, hidden, experts = plan.intermediate, plan.hidden, plan.num_experts
         maps = {
             "w13_map": TensorMap(
@@ -103,38 +167,12 @@ class EmulatedLayer:
                 (plan.block_k, plan.block_rows, 1),
             ),
         }
-        rows = plan.row_capacity(self.max_tokens)
         if plan.split_tokens:
+            rows = plan.row_capacity(self.max_tokens)
             for name, width in (("pool", hidden), ("mid", plan.derived_constants["mid_stride"])):
                 box = (plan.block_k, plan.block_tokens)
                 maps[f"{name}_map"] = TensorMap(name, (width, rows), (width,), box)
-        scalars = {
-            "x_stride": x.strides[0] if num_tokens else 0,
-            "x_scale_token_stride": 0 if x_scale is None else x_scale.strides[0] // 4,
-            "x_scale_group_stride": 0 if x_scale is None else x_scale.strides[1] // 4,
-            "w13_scale_expert_stride": w13_scale[0].size,
-            "w2_scale_expert_stride": w2_scale[0].size,
-            "w13_scale_row_stride": w13_scale.shape[2],
-            "w2_scale_row_stride": w2_scale.shape[2],
-            "y_stride": hidden,
-            "num_tokens": num_tokens,
-            "bank_words": plan.bank_words(self.max_tokens),
-            "row_capacity": rows,
-            "x_is_bf16": x_scale is None,
-            "ids_are_i64": topk_ids.dtype == np.int64,
-            "weights_are_bf16": topk_weights.dtype == np.uint16,
-            "timeout_us": _TIMEOUT_US,
-        }
-        self.report = launch(
-            self.executable,
-            plan,
-            [Rank(arrays, scalars, maps, self.num_blocks)],
-            seed=seed,
-            expire=expire,
-            hardware_sums=hardware_sums,
-            timeout_s=timeout_s,
-        )
-        return y
+        return maps
 
 
 def _span(array: np.ndarray) -> np.ndarray:

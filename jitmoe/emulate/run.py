@@ -1,4 +1,4 @@
-"""An emulated launch: arrays into a file that a process of its own maps, the report back.
+"""Emulated launches: arrays into a file that a process of its own maps, the report back.
 
 Knows plans, not experts.
 """
@@ -11,6 +11,7 @@ import shutil
 import struct
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,7 +55,8 @@ class TensorMap:
 
 @dataclass(frozen=True)
 class Array:
-    """A NumPy array in the kernel's memory. `writable` ones are copied back; others fault.
+    """A NumPy array in the kernel's memory. `writable` ones are copied back; others fault. Ranks
+    that have the same object share its memory.
 
     `addresses` puts the addresses of other arrays, (rank, name), at bytes of this one: a table of
     peers' memory.
@@ -67,14 +69,18 @@ class Array:
 
 @dataclass(frozen=True)
 class Rank:
-    """One of the launches that run at once: `arrays` are by parameter name, a pointer that is not
-    among them is null.
+    """One of the launches that run at once or in a stream: `arrays` are by parameter name, a
+    pointer that is not among them is null.
+
+    `late`, in a stream: by name what some of the arrays hold from the moment when all that came
+    before is over, as if a kernel that let this launch start early wrote it as its last act.
     """
 
     arrays: Mapping[str, Array]
     scalars: Mapping[str, int]
     maps: Mapping[str, TensorMap] = field(default_factory=dict)
     num_blocks: int = 1
+    late: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 def launch(
@@ -83,6 +89,7 @@ def launch(
     ranks: Sequence[Rank],
     *,
     cluster_size: int = 1,
+    in_stream: bool = False,
     seed: int = 0,
     expire: bool = False,
     hardware_sums: bool = False,
@@ -90,14 +97,20 @@ def launch(
 ) -> str:
     """Run the kernel once on every rank; writable arrays are changed in place. Returns the report.
 
+    Ranks run at once, or with `in_stream` as launches of one stream, each a programmatic dependent
+    of the one before: it may start when every block there has called start_next_launch() or exited.
     With `expire` the clock runs out after a stall, so that waits with a budget give up. With
     `hardware_sums` matrix multiplies cut sums off as an H200 does, else they are exact. Raises
     EmulationError.
     """
+    if not in_stream and any(rank.late for rank in ranks):
+        raise ValueError("late contents arrive in a stream only")
     job = [
         f"blocks {plan.num_threads} {plan.smem.num_bytes} {cluster_size}",
         f"seed {seed} {int(expire)}",
     ]
+    if in_stream:
+        job.append("in_stream")
     if hardware_sums:
         job.append("hardware_sums")
     for region in plan.smem.regions:
@@ -110,12 +123,16 @@ def launch(
     with tempfile.NamedTemporaryFile(prefix="jitmoe-emulated-") as file:
         job.insert(0, f"file {file.name}")
         places = _place(ranks)
-        file.truncate(max((place.end for place in places.values()), default=1))
-        job += _grids(plan, ranks, places)
+        late, end = _place_late(ranks, max((place.end for place in places.values()), default=1))
+        file.truncate(end)
+        job += _grids(plan, ranks, places, late, "launch" if in_stream else "rank")
         with mmap.mmap(file.fileno(), 0) as memory:
             for (rank, name), place in places.items():
                 data = ranks[rank].arrays[name].data.tobytes()
                 memory[place.begin : place.begin + len(data)] = data
+            for (rank, name), begin in late.items():
+                data = ranks[rank].late[name].tobytes()
+                memory[begin : begin + len(data)] = data
             report = _run(executable, "\n".join(job) + "\n", timeout_s, seed)
             for (rank, name), place in places.items():
                 array = ranks[rank].arrays[name]
@@ -138,20 +155,43 @@ class _Place:
 
 
 def _place(ranks: Sequence[Rank]) -> dict[tuple[int, str], _Place]:
-    places, end = {}, 0
+    places, by_array, end = {}, {}, 0
     for rank, launched in enumerate(ranks):
         for name, array in launched.arrays.items():
-            # Flush with the end of its pages, as alignment allows: what follows is no memory.
-            num_bytes = max(array.data.nbytes, 1)
-            first, end = end, end + align(num_bytes, _PAGE)
-            places[rank, name] = _Place(len(places), first, end - align(num_bytes, 16), end)
+            if id(array) not in by_array:
+                # Flush with the end of its pages, as alignment allows: what follows is no memory.
+                num_bytes = max(array.data.nbytes, 1)
+                first, end = end, end + align(num_bytes, _PAGE)
+                begin = end - align(num_bytes, 16)
+                by_array[id(array)] = _Place(len(by_array), first, begin, end)
+            places[rank, name] = by_array[id(array)]
     return places
 
 
-def _grids(plan: Plan, ranks: Sequence[Rank], places: Mapping[tuple[int, str], _Place]):
+def _place_late(ranks: Sequence[Rank], end: int) -> tuple[dict[tuple[int, str], int], int]:
+    """Where in the file late contents wait, from `end` on; and the new end."""
+    begins = {}
+    for rank, launched in enumerate(ranks):
+        for name, data in launched.late.items():
+            size = launched.arrays[name].data.nbytes
+            if data.nbytes != size:
+                raise ValueError(f"late {name} has {data.nbytes} bytes, the array has {size}")
+            begins[rank, name], end = end, end + data.nbytes
+    return begins, end
+
+
+def _grids(
+    plan: Plan,
+    ranks: Sequence[Rank],
+    places: Mapping[tuple[int, str], _Place],
+    late: Mapping[tuple[int, str], int],
+    noun: str,
+):
     """Lines of the job for the parameters and memory of every rank."""
     layout = params.layout(plan.params)
     offsets = {f.name: f.offset for f in layout.fields}
+    num_users = Counter(place.number for place in places.values())
+    num_regions = 0
     for rank, launched in enumerate(ranks):
         record = np.zeros((), layout.dtype)
         for name, value in launched.scalars.items():
@@ -161,10 +201,15 @@ def _grids(plan: Plan, ranks: Sequence[Rank], places: Mapping[tuple[int, str], _
         yield f"grid {launched.num_blocks} {record.tobytes().hex()}"
         for name, array in launched.arrays.items():
             place = places[rank, name]
-            lead, mapped = place.begin - place.first_page, place.end - place.first_page
-            title = name if len(ranks) == 1 else f"{name}@rank{rank}"
-            size = array.data.nbytes
-            yield f"region {title} {place.first_page} {mapped} {lead} {size} {int(array.writable)}"
+            if place.number == num_regions:
+                num_regions += 1
+                is_shared = len(ranks) == 1 or num_users[place.number] > 1
+                title = name if is_shared else f"{name}@{noun}{rank}"
+                lead, mapped = place.begin - place.first_page, place.end - place.first_page
+                size, writable = array.data.nbytes, int(array.writable)
+                yield f"region {title} {place.first_page} {mapped} {lead} {size} {writable}"
+            if (rank, name) in late:
+                yield f"late {place.number} {late[rank, name]}"
             if name in offsets:
                 yield f"pointer {offsets[name]} {place.number}"
             for field_name, tensor_map in launched.maps.items():

@@ -1,9 +1,12 @@
-// Programmatic dependent launch (PTX ISA, griddepcontrol): the next launch of the stream may start before this one is
-// over. Before wait_for_previous_launch it must not touch what the previous one reads or writes, but for atomics that
-// the two agree on. Relies on types.cuh.
+// Launches of one stream that overlap (PTX ISA, griddepcontrol; CUDA programming guide, programmatic dependent launch).
+// A launch may start while the one before it runs, if the host said so. Until its wait it must not read what launches
+// before it write, nor write what they access, nor rely on a state that they leave behind; what it does to memory of
+// its own, and reads of what no launch writes, may come first. Relies on types.cuh.
 
-// One thread of every CTA; a CTA that exits counts too. It orders no memory.
+// The next launch may start once every CTA of this one has executed it, in any one thread, or has exited. It orders no
+// memory: the next launch waits before it looks.
 DEVICE void start_next_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-// Until all that the previous launches did in memory can be seen.
+// Until the launches before this one have ended and the calling thread sees all that they did to memory; at once if
+// there is nothing to wait for. Others learn of it by a barrier.
 DEVICE void wait_for_previous_launch() { asm volatile("griddepcontrol.wait;" ::: "memory"); }

@@ -1,9 +1,11 @@
 """Kernels of a few lines on the emulated machine, for tests of the machine itself."""
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
@@ -27,6 +29,7 @@ ROOM = """\
 {{ paste("device/barriers.cuh") }}
 {{ paste("device/wgmma.cuh.jinja") }}
 {{ paste("device/cluster.cuh") }}
+{{ paste("device/launches.cuh") }}
 DEVICE void wait(u64* barrier, u32 parity) {
     while (!try_wait(barrier, parity)) {
     }
@@ -105,24 +108,35 @@ def run(
     cluster_size: int = 1,
     seed: int = 0,
     checked: bool = True,
+    in_stream: bool = False,
+    late: Mapping[int, Mapping[str, np.ndarray]] = MappingProxyType({}),
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(data, words) of every rank after a launch. Raises EmulationError."""
+    """(data, words) of every rank after a launch. Raises EmulationError.
+
+    In a stream the launches share `words`, and `late` has late contents by launch; late data are an
+    input.
+    """
     executable = build(render_kernel(directory, body), PLAN.name, checked)
     ranks, results = [], []
     for rank in range(num_ranks):
         data = np.random.default_rng(rank).integers(0, 120, (128, 256)).astype(np.uint8)
         words = np.zeros(256, np.uint32)
+        words_array = Array(words, writable=True)
+        if in_stream and rank > 0:
+            words, words_array = results[0][1], ranks[0].arrays["words"]
         results.append((data, words))
+        late_contents = late.get(rank, {})
         peers = {8 * peer: (peer, "words") for peer in range(num_ranks)}
         arrays = {
-            "data": Array(data, writable=True),
-            "words": Array(words, writable=True),
+            "data": Array(data, writable="data" not in late_contents),
+            "words": words_array,
             "peers": Array(np.zeros(num_ranks, np.uint64), writable=True, addresses=peers),
             "header": Array(np.zeros(64, np.uint32), writable=True),
             "status": Array(np.zeros(16, np.uint32), writable=True),
         }
         maps = {"map": TensorMap("data", (256, 128), (256,), (128, 64))}
         scalars = {"rank": rank, "timeout_us": 1_000_000}
-        ranks.append(Rank(arrays, scalars, maps, num_blocks))
-    launch(executable, PLAN, ranks, cluster_size=cluster_size, seed=seed, timeout_s=60)
+        ranks.append(Rank(arrays, scalars, maps, num_blocks, late_contents))
+    options = {"cluster_size": cluster_size, "in_stream": in_stream}
+    launch(executable, PLAN, ranks, seed=seed, timeout_s=60, **options)
     return results

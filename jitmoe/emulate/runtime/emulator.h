@@ -53,6 +53,10 @@ void arrive_cluster(u64* barrier, u32 rank);
 bool try_wait_cluster(u64* barrier, u32 parity);
 void load_tile_multicast(void* tile, const void* map, u64* full, u32 rank, const int* coords, u32 blocks);
 
+// Launches of one stream.
+void start_next_launch();
+void wait_for_previous_launch();
+
 // Warps, blocks, registers.
 enum Shuffle : u32 { kIndex, kUp, kXor };
 u32 shuffle(Shuffle kind, u32 mask, u32 value, u32 argument, u32 line);

@@ -38,7 +38,7 @@ struct Random {
 
 // What a blocked thread waits for: enough for a line of the stall report.
 struct Waiting {
-    enum Kind { kNothing, kMbarrier, kFlag, kWarp, kNamed, kCluster, kRegisters } kind = kNothing;
+    enum Kind { kNothing, kMbarrier, kFlag, kWarp, kNamed, kCluster, kRegisters, kStart, kEnd } kind = kNothing;
     const void* object = nullptr;
     u32 a = 0, b = 0;  // mbarrier: parity. flag: value seen. named: id, threads. registers: wanted
     const char* what = "";
@@ -163,14 +163,27 @@ struct Block {
     std::unordered_map<u32, Mbarrier> mbarriers;  // by shared address
     NamedBarrier named[16];
     u32 free_regs = 0;
-    u32 num_live = 0;  // threads
+    u32 num_live = 0;              // threads
+    bool lets_next_start = false;  // the launch behind its own in the stream
     std::vector<WarpgroupLog> warpgroups;
 };
 
-// A launch of the kernel: one rank's, when ranks run together.
+// What an array holds once the launches before are over; until then it holds something else.
+struct Late {
+    u32 region;
+    std::vector<u8> contents;
+};
+
+// A launch of the kernel: one rank's, when ranks run together, or one of a stream.
 struct Grid {
     u32 first_block, num_blocks;
     std::shared_ptr<void> params;
+    std::vector<Late> late;
+    u32 num_live = 0;                // threads
+    u32 num_letting_next_start = 0;  // blocks
+    bool asked_for_next = false;     // by start_next_launch, not by exits alone
+    bool is_free = false;            // all launches before it are over
+    SharedClocks before;             // what they did, then
 };
 
 struct Region {
@@ -178,6 +191,7 @@ struct Region {
     u8* begin;
     u64 num_bytes, lead;  // bytes mapped before it
     bool writable;
+    bool is_late = false;  // written between launches
 };
 
 struct SharedRegion {
@@ -197,12 +211,14 @@ struct Counters {
 struct Machine {
     u32 num_blocks = 0, num_threads = 0, shared_bytes = 0, cluster_size = 1;
     std::vector<Grid> grids;
+    bool in_stream = false;  // the grids come one after another, else all at once
     u64 seed = 0;
     bool checked = false;        // kernel text reports its accesses (races.cpp)
     bool hardware_sums = false;  // of wgmma: as an H200 cuts them off, rather than exact (wgmma.cpp)
     bool expire = false;         // on a stall let the clock run out, so that waits with a budget give up
-    bool expired = false;
-    u64 stalled_at = 0;
+    bool expired = false;        // it runs out now: until the stalled launch is over
+    bool has_expired = false;
+    u64 stalled_at = 0, flown_ns = 0;
     std::vector<Region> regions;
     std::vector<SharedRegion> shared_regions;
     std::vector<RoleRange> roles;
@@ -237,6 +253,7 @@ void block_on(const Waiting& waiting);    // until wake()
 void wake(Fiber* fiber);
 void later(u32 max_delay, std::function<void()> work);  // asynchronous work, in any order
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));  // the kernel broke a rule
+void end_expiry();
 std::string place_name(const Fiber& fiber);
 std::string block_name(u32 block);
 
@@ -265,9 +282,14 @@ void release_async(const AsyncAgent& agent, bool is_generic, Clocks& to);
 void check_access(const void* pointer, u32 num_bytes, Access access, const void* at);
 void check_access(const void* pointer, u32 num_bytes, Access access, const void* at, const Fiber& fiber);
 bool check_async_access(const AsyncAgent& agent, const void* pointer, u32 num_bytes, Access access, View view,
-                        const void* at);  // false: it reads garbage
+                        const void* at);     // false: it reads garbage
+SharedClocks end_launches_before(u32 grid);  // and its late contents are written
 void print_garbage();
 void check_word(const u32* word, bool loads, bool stores, Order order, Scope scope, const void* at);
+
+// launches.cpp
+void start_stream();
+void thread_exited(const Fiber& fiber);
 
 // cluster.cpp
 u32 block_in_cluster(u32 rank);      // of the running thread

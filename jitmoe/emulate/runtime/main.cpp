@@ -1,5 +1,6 @@
-// One launch: the job comes as words on standard input, arrays lie in a file that Python made; the report goes to
-// standard output. Exit codes: 0 done, 2 bad job, 3 stall, 4 the kernel broke a rule, 5 waits gave up after a stall.
+// One launch, or several at once or in a stream: the job comes as words on standard input, arrays lie in a file that
+// Python made; the report goes to standard output. Exit codes: 0 done, 2 bad job, 3 stall, 4 the kernel broke a rule, 5
+// waits gave up after a stall.
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/mman.h>
@@ -75,6 +76,8 @@ static int run() {
             machine.grids.push_back(grid);
         } else if (word == "seed") {
             std::cin >> machine.seed >> machine.expire;
+        } else if (word == "in_stream") {
+            machine.in_stream = true;
         } else if (word == "hardware_sums") {
             machine.hardware_sums = true;
         } else if (word == "file") {
@@ -86,6 +89,15 @@ static int run() {
             std::cin >> region.name >> offset >> mapped >> region.lead >> region.num_bytes >> region.writable;
             region.begin = map_region(file, offset, mapped, region.writable) + region.lead;
             machine.regions.push_back(region);
+        } else if (word == "late") {  // of the grid: to this region, from this offset in the file
+            u32 number;
+            u64 offset;
+            std::cin >> number >> offset;
+            Region& region = machine.regions.at(number);
+            region.is_late = true;
+            Late late{number, std::vector<u8>(region.num_bytes)};
+            if (pread(file, late.contents.data(), region.num_bytes, offset) != i64(region.num_bytes)) return 2;
+            machine.grids.back().late.push_back(late);
         } else if (word == "pointer") {  // at this offset of the grid's parameters, to this region
             u32 offset, region;
             std::cin >> offset >> region;
@@ -132,7 +144,7 @@ static int run() {
     const Counters& c = machine.counters;
     std::printf("done: %llu steps, %llu switches, %llu accumulator tiles, %llu tile bytes\n", machine.step, c.switches,
                 c.wgmmas, c.tile_bytes);
-    return machine.expired ? 5 : 0;
+    return machine.has_expired ? 5 : 0;
 }
 
 }  // namespace emu

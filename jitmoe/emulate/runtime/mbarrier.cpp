@@ -93,7 +93,7 @@ void arrive_cluster(u64* barrier, u32 rank) {
 }
 
 static void check_alive(u32 block, const char* what) {
-    if (machine.blocks[block].num_live == 0 && !machine.expired)
+    if (machine.blocks[block].num_live == 0 && !machine.has_expired)
         fail("%s lands in block %u, which is over", what, block);
 }
 

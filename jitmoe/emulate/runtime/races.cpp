@@ -16,6 +16,7 @@ struct Agent {
     u32 fiber;
     const char* kind;
 };
+constexpr u32 kNoFiber = ~0u;  // what wrote late contents
 
 const char kBulkCopy[] = "the async proxy";
 
@@ -204,7 +205,7 @@ static std::vector<Range> ranges;  // of the blocks, then of the writable arrays
 static void make_ranges() {
     for (const Block& block : machine.blocks) ranges.push_back({block.shared, machine.shared_bytes, {}});
     for (const Region& region : machine.regions) {
-        if (region.writable) ranges.push_back({region.begin, region.num_bytes, {}});
+        if (region.writable || region.is_late) ranges.push_back({region.begin, region.num_bytes, {}});
     }
     for (Range& range : ranges) range.pieces.resize((range.num_bytes + kPieceBytes - 1) / kPieceBytes);
 }
@@ -213,8 +214,7 @@ static Range* range_of(const u8* at, u32 num_bytes) {
     if (ranges.empty()) make_ranges();
     for (u32 i = 0; i < ranges.size(); ++i) {
         if (at < ranges[i].begin || at + num_bytes > ranges[i].begin + ranges[i].num_bytes) continue;
-        const u32 own = machine.current->block;
-        if (i < machine.blocks.size() && i != own && machine.cluster_of(i) != machine.cluster_of(own)) {
+        if (i < machine.blocks.size() && machine.cluster_of(i) != machine.cluster_of(machine.current->block)) {
             fail("access to the shared memory of %s", block_name(i).c_str());
         }
         return &ranges[i];
@@ -235,6 +235,8 @@ static const char* name_of(Access access) {
 // run.py turns <at caller> into a line of a template.
 static std::string describe(const char* verb, const Record& record, Access access) {
     const Agent& agent = agents[record.agent];
+    if (agent.fiber == kNoFiber)
+        return "  " + std::string(verb) + "write of late contents, as what came before ended\n";
     const Fiber& fiber = machine.fibers[agent.fiber];
     char text[300];
     std::snprintf(text, sizeof text, "  %s%s by %s%s%s, lane %u, at <%x %x>\n", verb, name_of(access), agent.kind,
@@ -364,6 +366,30 @@ bool check_async_access(const AsyncAgent& agent, const void* pointer, u32 num_by
     return access_bytes(pointer, num_bytes, {now, access, reads, writes});
 }
 
+// The end of launches puts all that they did, in any proxy, before what comes after. Late contents are written at that
+// moment, with atomic stores: who has not waited may look with an atomic load, and sees old words or new ones.
+SharedClocks end_launches_before(u32 grid) {
+    if (!machine.checked) return {};
+    constexpr u32 kOver = ~0u;  // as an epoch: all of them
+    const u32 writer = u32(agents.size()), end = machine.grids[grid].first_block * machine.num_threads;
+    agents.push_back({kNoFiber, ""});
+    Clocks all;
+    for (u32 view = 0; view < kNumViews; ++view) {
+        Clock& clock = all.views[view];
+        for (u32 fiber = 0; fiber < end; ++fiber) clock.join(threads[fiber].known[view]);
+        for (u32 agent = 0; agent < agents.size(); ++agent) {
+            if (agents[agent].fiber < end || agents[agent].fiber == kNoFiber) clock.know(agent, kOver);
+        }
+    }
+    const SharedClocks known = share(std::move(all));
+    const Sight sight{writer, kOver, *known.views[kGenericView]};
+    for (const Late& late : machine.grids[grid].late) {
+        const Region& region = machine.regions[late.region];
+        access_bytes(region.begin, u32(region.num_bytes), {{writer, 1}, Access::kAtomicStore, sight, sight});
+    }
+    return known;
+}
+
 // Words that order memory. "A release pattern at a location is observed by an acquire pattern there, if their scopes
 // include each other"; read-modify-writes continue the release sequence, a relaxed store ends it. What another block's
 // async proxy knows does not travel: "when synchronizing threads are in different CTAs, the proxy fence must be in the
@@ -374,8 +400,8 @@ static std::unordered_map<const void*, SyncWord> sync_words;
 static bool synchronizes(u32 block, Scope scope, u32 other_block, Scope other_scope) {
     if (block == other_block) return true;
     const Scope narrower = scope < other_scope ? scope : other_scope;
-    if (machine.blocks[block].grid == machine.blocks[other_block].grid) return narrower >= kGpu;
-    return narrower == kSys;
+    const bool same_gpu = machine.in_stream || machine.blocks[block].grid == machine.blocks[other_block].grid;
+    return narrower >= (same_gpu ? kGpu : kSys);
 }
 
 void check_word(const u32* word, bool loads, bool stores, Order order, Scope scope, const void* at) {

@@ -104,7 +104,8 @@ std::string place_name(const Fiber& fiber) {
 std::string block_name(u32 block) {
     const u32 rank = machine.blocks[block].grid;
     const std::string name = "block " + std::to_string(block - machine.grids[rank].first_block);
-    return machine.grids.size() == 1 ? name : name + " of rank " + std::to_string(rank);
+    const char* const of = machine.in_stream ? " of launch " : " of rank ";
+    return machine.grids.size() == 1 ? name : name + of + std::to_string(rank);
 }
 
 void fail(const char* format, ...) {
@@ -150,6 +151,14 @@ static std::string describe(const Fiber& fiber) {
             std::snprintf(text, sizeof text, "registers: wants %u a thread, the block has %u left", w.a,
                           machine.blocks[fiber.block].free_regs);
             return text;
+        case Waiting::kStart: {
+            const Grid& before = machine.grids[machine.blocks[fiber.block].grid - 1];
+            std::snprintf(text, sizeof text, "the launch before it to let it start: %u of %u blocks do",
+                          before.num_letting_next_start, before.num_blocks);
+            return text;
+        }
+        case Waiting::kEnd:
+            return "the launch before it to end";
         default:
             return "nothing";
     }
@@ -183,7 +192,7 @@ static void nothing_ready() {
     }
     report_stall();
     if (!machine.expire || machine.expired || !any_pollers()) std::_Exit(3);
-    machine.expired = true;
+    machine.expired = machine.has_expired = true;
     machine.stalled_at = machine.step;
     wake_pollers(true, nullptr);
 }
@@ -245,7 +254,13 @@ void later(u32 max_delay, std::function<void()> work) {
 
 // After a stall time flies, so that every wait runs out of its budget, whenever it began.
 u64 clock_ns() {
-    return machine.step * kClockStepNs + (machine.expired ? (machine.step - machine.stalled_at) << 24 : 0);
+    const u64 flies = machine.expired ? (machine.step - machine.stalled_at) << 24 : 0;
+    return machine.step * kClockStepNs + machine.flown_ns + flies;
+}
+
+void end_expiry() {
+    machine.flown_ns = clock_ns() - machine.step * kClockStepNs;
+    machine.expired = false;
 }
 
 u64 clock_steps() { return machine.step; }
@@ -256,6 +271,7 @@ void exit_thread() {
     machine.num_exited += 1;
     machine.progress += 1;
     lane_exited(*self);
+    thread_exited(*self);
     run_others();
     std::abort();
 }
@@ -299,9 +315,15 @@ void start(void (*the_kernel)(const void*)) {
         }
         fiber.is_starved = is_starved;
         fiber.stack_pointer = new_stack_frame(stack + kGuardBytes + kStackBytes, fiber_main);
-        ready.push_back(&fiber);
+        if (machine.in_stream && machine.blocks[fiber.block].grid > 0) {
+            fiber.state = Fiber::kBlocked;
+            fiber.waiting.kind = Waiting::kStart;
+        } else {
+            ready.push_back(&fiber);
+        }
     }
     start_checking();
+    start_stream();
     switch_to(&main_stack_pointer, pick());
     machine.current = nullptr;
     check_registers();
