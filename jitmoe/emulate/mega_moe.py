@@ -11,6 +11,7 @@ import numpy as np
 from jitmoe.emulate.compile import executable
 from jitmoe.emulate.run import Array, Rank, TensorMap, launch
 from jitmoe.plan.mega_moe import MegaMoePlan
+from jitmoe.plan.spread import stride
 from jitmoe.reference import Layer
 
 _TIMEOUT_US = 30_000_000
@@ -141,6 +142,7 @@ class EmulatedLayer:
             "y_stride": plan.hidden,
             "num_tokens": num_tokens,
             "bank_words": plan.bank_words(self.max_tokens),
+            "first_stride": stride(self.num_blocks),
             "row_capacity": plan.row_capacity(self.max_tokens),
             "x_is_bf16": x_scale is None,
             "ids_are_i64": call.topk_ids.dtype == np.int64,

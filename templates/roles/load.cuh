@@ -53,8 +53,8 @@ DEVICE void role_load(const Params& p, Smem& smem, const Head&) {
         trace_task(p, task);
         const u32 num = num_k_blocks(task), wanted = num - min_of(num, kClaimAhead);
         for (u32 k = 0; k < num; ++k, ring.advance()) {
-            if (k == wanted) arrive(&smem.task_wanted);  // pairs with role_schedule
-            u64* full = &smem.full[ring.stage];          // pairs with role_math: multiply
+            if (k == wanted) arrive(smem.task_wanted);  // pairs with role_schedule
+            u64* full = &smem.full[ring.stage];         // pairs with role_math: multiply
             if (k < num_preloaded) {
                 wait_for_preloaded(p, smem, k);
                 arrive(full);

@@ -125,7 +125,7 @@ DEVICE void role_schedule(const Params& p, Smem& smem, const Head& head) {
         trace_end(p, kEventTask);
         slot.advance();
         // No task before it is wanted: one that waits here is missing where CTAs have nothing to do.
-        wait_barrier(p, kWaitTaskWanted, &smem.task_wanted, 0, wanted_parity);
+        wait_barrier(p, kWaitTaskWanted, smem.task_wanted, 0, wanted_parity);
         wanted_parity ^= 1;
         if (index != next) continue;
         if (lane == 0) next = claim(p, head);

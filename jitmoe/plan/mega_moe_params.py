@@ -1,0 +1,51 @@
+"""Parameters of the fused layer's kernel: what `fused.py` and the emulator fill in, by name and in
+this order.
+"""
+
+from __future__ import annotations
+
+from jitmoe.plan.plan import Param
+
+
+def params(trace: bool) -> tuple[Param, ...]:
+    """The fields of the parameter struct; tensor maps come first."""
+    return (
+        Param("w13_map", "TensorMap", "(hidden, 8 rows, gate|up, intermediate/8, expert)"),
+        Param("w2_map", "TensorMap", "(intermediate, hidden, expert)"),
+        Param("pool_map", "TensorMap", "(hidden, row), prefill"),
+        Param("mid_map", "TensorMap", "(mid_stride, row), prefill"),
+        Param("x", "const u8*", "[num_tokens, hidden] e4m3 or bf16"),
+        Param("x_scale", "const float*", "[num_tokens, hidden/128], e4m3 only"),
+        Param("topk_ids", "const u8*", "[num_tokens, top_k] i32 or i64"),
+        Param("topk_weights", "const u8*", "[num_tokens, top_k] f32 or bf16"),
+        Param("w13_scale", "const float*", "[num_experts, ceil(2*intermediate/128), hidden/128]"),
+        Param("w2_scale", "const float*", "[num_experts, hidden/128, ceil(intermediate/128)]"),
+        Param("y", "u16*", "[num_tokens, hidden] bf16"),
+        Param("pool", "u8*", "scratch: decode, x quantised; prefill, its rows by expert"),
+        Param("pool_scale", "float*", "scratch: [token][group]; prefill, [group][row]"),
+        Param("row_pairs", "u32*", "scratch"),
+        Param("mid", "u8*", "scratch"),
+        Param("mid_scale", "float*", "scratch, [group][row]"),
+        Param("slices", "u16*", "scratch, [num_tokens, top_k, hidden] bf16"),
+        *([Param("trace", "uint4*", "scratch, [block][warp][stamp]")] if trace else []),
+        Param("header", "u32*", "control"),
+        Param("banks", "u32*", "control"),
+        Param("combine_count", "u32*", "control, [num_tokens, num_tiles_2]"),
+        Param("status", "u32*", "host memory, read by the host after a timeout"),
+        Param("x_stride", "i64", "bytes from token to token"),
+        Param("x_scale_token_stride", "i64", "elements"),
+        Param("x_scale_group_stride", "i64", "elements"),
+        Param("w13_scale_expert_stride", "i64", "elements"),
+        Param("w2_scale_expert_stride", "i64", "elements"),
+        Param("w13_scale_row_stride", "i64", "elements"),
+        Param("w2_scale_row_stride", "i64", "elements"),
+        Param("y_stride", "i64", "elements"),
+        Param("num_tokens", "u32"),
+        Param("bank_words", "u32"),
+        Param("first_stride", "u32", "between the first tasks of neighbouring blocks"),
+        Param("row_capacity", "u32", "rows of pool and mid, and from group to group of scales"),
+        Param("x_is_bf16", "u32"),
+        Param("ids_are_i64", "u32"),
+        Param("weights_are_bf16", "u32"),
+        Param("timeout_us", "u32", "budget of every wait"),
+    )
