@@ -29,7 +29,7 @@ class Prepared(NamedTuple):
 
 MAX_WORKSPACES = 16  # remembered for a layer and plan; the oldest is prepared again
 
-_SCRATCH = ("pool", "pool_scale", "row_pairs", "mid", "mid_scale", "slices")
+_SCRATCH = ("pool", "pool_scale", "row_pairs", "mid", "mid_scale", "slices", "parts")
 _CONTROL = ("header", "banks", "combine_count")
 
 

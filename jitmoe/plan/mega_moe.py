@@ -206,9 +206,18 @@ class MegaMoePlan(Plan):
                 Region("mid", "u8", (rows, c["mid_stride"]), 256),
                 Region("mid_scale", "f32", (self.num_k_blocks_2, rows), 256),
                 Region("slices", "u16", (pairs, self.hidden), 256),
+                Region("parts", "f32", self.parts_shape, 256),
                 *([self.trace_rings(self.max_blocks)] if self.trace else []),
             )
         )
+
+    @property
+    def parts_shape(self) -> tuple[int, ...]:
+        """Decode: sums of tiles in parts, by part and as math's threads hold them. At most half as
+        many tiles as blocks are in parts, and then no more parts than blocks.
+        """
+        blocks = 0 if self.split_tokens else self.max_blocks
+        return blocks, self.block_rows * self.block_tokens
 
     def trace_rings(self, num_blocks: int) -> Region:
         """A traced kernel's stamps, of 4 words, by block and warp: templates/device/stamps.cuh."""
@@ -220,7 +229,7 @@ class MegaMoePlan(Plan):
         templates/roles/routing.cuh.
         """
         max_blocks = ceil_div(num_tokens * self.top_k, self.block_tokens) + self.num_experts
-        return align(128 + self.max_blocks + self.num_experts + max_blocks, 32)
+        return align(128 + 3 * self.max_blocks + self.num_experts + max_blocks, 32)
 
     def control(self, num_tokens: int) -> MemoryMap:
         """Regions that must be zero before the first launch; launches leave them ready for the

@@ -23,7 +23,7 @@ DEVICE void role_feed(const Params& p, Smem& smem, const Head& head) {
         const float* weight_scales[3];
 #pragma unroll
         for (u32 i = 0; i < 3; ++i) weight_scales[i] = weight_scale(p, task, i);
-        for (u32 k = 0; k < num_k_blocks(task); ++k, ring.advance()) {
+        for (u32 k = task.k_begin; k < task.k_end; ++k, ring.advance()) {
             u64* full = &smem.full[ring.stage];
             wait_barrier(p, kWaitStageEmpty, &smem.empty[ring.stage], ring.stage, ring.empty_parity());
             // Both pair with role_math: multiply.

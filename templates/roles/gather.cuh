@@ -98,7 +98,7 @@ DEVICE void role_gather(const Params& p, Smem& smem, const Head& head) {
         trace_task(p, task);
         if (task.phase == kGemm2) wait_for_mid(p, head, task.block);
         const Copies copies = find_copies(p, smem, task, slot.stage);
-        for (u32 k = 0; k < num_k_blocks(task); ++k, ring.advance()) {
+        for (u32 k = task.k_begin; k < task.k_end; ++k, ring.advance()) {
             wait_barrier(p, kWaitStageEmpty, &smem.empty[ring.stage], ring.stage, ring.empty_parity());
             copy_k_block(smem, copies, ring.stage, k);
         }

@@ -147,7 +147,7 @@ DEVICE void sort_early(const Params& p, Smem& smem, bool alone) {
         for (u32 n = 0, pair = thread_idx() - kSortThreads; n < now.kNum; ++n, pair += kOthers) {
             is_stale |= pair < p.num_tokens * kTopK && now.of[n] != sort.experts[pair];
         }
-        if (is_stale) sort.is_stale = 1;
+        if (is_stale) fetch_add_shared(&sort.is_stale, 1);
     }
     sync_block();
     if (sort.is_stale == 0) return;

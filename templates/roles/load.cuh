@@ -20,10 +20,10 @@ constexpr u32 kPreloaded = 3;
 DEVICE void preload_weights(const Params& p, Smem& smem) {
     const u32 index = smem.first[kFirstTask];
     u32 num = 0;
-    if (index < num_tasks(smem)) {
+    if (index < num_tasks(smem, kGemm1) + num_tasks(smem, kGemm2)) {
         const Task task = decode_task(smem, index);
-        num = min_of(kPreloaded, num_k_blocks(task));
-        for (u32 k = 0; k < num; ++k) load_weights(p, smem, task, k, k, &smem.preloaded[k]);
+        num = min_of(kPreloaded, task.k_end - task.k_begin);
+        for (u32 i = 0; i < num; ++i) load_weights(p, smem, task, task.k_begin + i, i, &smem.preloaded[i]);
     }
     smem.first[kFirstPreloaded] = num;
 }
@@ -51,16 +51,16 @@ DEVICE void role_load(const Params& p, Smem& smem, const Head&) {
         free_task(smem, slot);
         if (task.phase == kDone) return;
         trace_task(p, task);
-        const u32 num = num_k_blocks(task), wanted = num - min_of(num, kClaimAhead);
-        for (u32 k = 0; k < num; ++k, ring.advance()) {
-            if (k == wanted) arrive(smem.task_wanted);  // pairs with role_schedule
+        const u32 num = task.k_end - task.k_begin, wanted = num - min_of(num, kClaimAhead);
+        for (u32 i = 0; i < num; ++i, ring.advance()) {
+            if (i == wanted) arrive(smem.task_wanted);  // pairs with role_schedule
             u64* full = &smem.full[ring.stage];         // pairs with role_math: multiply
-            if (k < num_preloaded) {
-                wait_for_preloaded(p, smem, k);
+            if (i < num_preloaded) {
+                wait_for_preloaded(p, smem, i);
                 arrive(full);
             } else {
                 wait_barrier(p, kWaitStageEmpty, &smem.empty[ring.stage], ring.stage, ring.empty_parity());
-                load_weights(p, smem, task, k, ring.stage, full);
+                load_weights(p, smem, task, task.k_begin + i, ring.stage, full);
             }
         }
         trace_end(p, kEventTask);

@@ -138,13 +138,14 @@ DEVICE void multiply(const Params& p, Smem& smem, Ring<kNumStages>& ring, const 
     }
 }
 
+// Whether the tile is finished: parts of one are so by whoever comes last.
 template <u32 N>
-DEVICE void run_tile(const Params& p, Smem& smem, Ring<kNumStages>& ring, const Task& task, const Share& share,
-                     u32 slot) {
+DEVICE bool run_tile(const Params& p, Smem& smem, const Head& head, Ring<kNumStages>& ring, const Task& task,
+                     const Share& share, u32 slot) {
     constexpr u32 kUnroll = N == kWarpgroupTokens ? kUnrollK : 1;
     float sums[kNumRowBlocks][N / 2] = {};
     const Operands at = find_operands(smem, task, share);
-    u32 k = num_k_blocks(task);
+    u32 k = task.k_end - task.k_begin;
     // Ahead of the loop, so that the event begins with a multiply.
     if constexpr (kTrace) wait_for_stage(p, smem, ring);
     trace_begin(p, kEventMma, task.phase);
@@ -160,17 +161,22 @@ DEVICE void run_tile(const Params& p, Smem& smem, Ring<kNumStages>& ring, const 
     const Task same = read_task(smem, slot);
     const Share same_share = find_share(same);
     const u32* pairs = smem.task_rows[slot] + same_share.first_token;
+    if (!join_parts<N>(p, smem, head, same, same_share, sums)) {
+        trace_end(p, kEventEpilogue);
+        return false;
+    }
     if (same.phase == kGemm1) {
         store_mid<N>(p, smem, same, same_share, pairs, sums);
     } else {
         store_slices<N>(p, smem, same, same_share, pairs, sums);
     }
     trace_end(p, kEventEpilogue);
+    return true;
 }
 
 // A warpgroup without tokens still consumes the ring.
 DEVICE void skip_tile(const Params& p, Smem& smem, Ring<kNumStages>& ring, const Task& task) {
-    for (u32 k = num_k_blocks(task); k > 0; --k, ring.advance()) {
+    for (u32 k = task.k_begin; k < task.k_end; ++k, ring.advance()) {
         wait_for_stage(p, smem, ring);
         sync_warp();  // no lane falls a phase behind
         if (lane_idx() == 0) arrive(&smem.empty[ring.stage]);
@@ -182,6 +188,7 @@ DEVICE void role_math(const Params& p, Smem& smem, const Head& head) {
     Ring<kNumStages> ring;
     Lists lists;
     for (;; slot.advance()) {
+        bool is_finished = true;
         {
             const Task task = next_task(p, smem, slot);
             if (task.phase == kDone) break;
@@ -190,17 +197,19 @@ DEVICE void role_math(const Params& p, Smem& smem, const Head& head) {
             if (share.num_tokens == 0) {
                 skip_tile(p, smem, ring, task);
             } else if (kSplitTokens || share.num_tokens > 32) {
-                run_tile<64>(p, smem, ring, task, share, slot.stage);
+                is_finished = run_tile<64>(p, smem, head, ring, task, share, slot.stage);
             } else if (share.num_tokens > 16) {
-                run_tile<32>(p, smem, ring, task, share, slot.stage);
+                is_finished = run_tile<32>(p, smem, head, ring, task, share, slot.stage);
             } else if (share.num_tokens > 8) {
-                run_tile<16>(p, smem, ring, task, share, slot.stage);
+                is_finished = run_tile<16>(p, smem, head, ring, task, share, slot.stage);
             } else {
-                run_tile<8>(p, smem, ring, task, share, slot.stage);
+                is_finished = run_tile<8>(p, smem, head, ring, task, share, slot.stage);
             }
         }
-        const Task task = read_task(smem, slot.stage);
-        finish_tile(p, smem, head, task, find_share(task), slot.stage, lists);
+        if (is_finished) {
+            const Task task = read_task(smem, slot.stage);
+            finish_tile(p, smem, head, task, find_share(task), slot.stage, lists);
+        }
         trace_end(p, kEventTask);
         free_task(smem, slot);
     }

@@ -5,18 +5,20 @@
 
 // Words of one bank of counters. Launches alternate between two banks and each zeroes the other's, so nothing needs a
 // memset between launches. Counters that many CTAs poll or add to have 128 bytes of their own.
-constexpr u32 kBankTask = 0;                            // tasks claimed beyond the first of every CTA
-constexpr u32 kBankBarrier = 32;                        // CTAs at the grid barrier
-constexpr u32 kBankHead = 64;                           // CTAs that finished the head
-constexpr u32 kBankStarted = 96;                        // CTAs that run
-constexpr u32 kBankFirst = 128;                         // claims of the first task of each CTA
-constexpr u32 kBankCounts = kBankFirst + kMaxBlocks;    // rows of each expert
-constexpr u32 kBankBlocks = kBankCounts + kNumExperts;  // GEMM 1 tiles finished, by block
+constexpr u32 kBankTask = 0;                              // tasks claimed beyond the first of every CTA
+constexpr u32 kBankBarrier = 32;                          // CTAs at the grid barrier
+constexpr u32 kBankHead = 64;                             // CTAs that finished the head
+constexpr u32 kBankStarted = 96;                          // CTAs that run
+constexpr u32 kBankFirst = 128;                           // claims of the first task of each CTA
+constexpr u32 kBankParts = kBankFirst + kMaxBlocks;       // parts finished of a tile, by GEMM
+constexpr u32 kBankCounts = kBankParts + 2 * kMaxBlocks;  // rows of each expert
+constexpr u32 kBankBlocks = kBankCounts + kNumExperts;    // GEMM 1 tiles finished, by block
 
 // Words of Smem::first.
 constexpr u32 kFirstParity = 0;     // of the launch
 constexpr u32 kFirstTask = 1;       // of the CTA
 constexpr u32 kFirstPreloaded = 2;  // weight tiles of it that are on their way
+constexpr u32 kIsLastPart = 3;      // between math warps: parts.cuh
 
 struct Head {
     u32 parity;  // of the launch: which bank it counts in

@@ -6,6 +6,7 @@ enum Phase : u32 { kGemm1 = 0, kGemm2 = 1, kDone = 2 };
 
 struct Task {
     u32 phase, expert, tile, row_start, num_rows, block;
+    u32 k_begin, k_end;  // k-blocks
 };
 
 // Arrivals that free a task slot: the load lane; the feed lane and the deliver warp, or the gather warps; the math
@@ -17,11 +18,26 @@ constexpr u32 kTaskConsumers =
 // is read once. 16 x 128 tokens of hidden 7168 are 15 MB. Guess.
 constexpr u32 kUnitBlocks = 16;
 
+// Decode: where a GEMM has so few tiles that CTAs would have nothing to do, its tiles are tasks in parts along k.
+DEVICE u32 num_parts(const Smem& smem, u32 phase) {
+    constexpr u32 kLeast = 4;  // k-blocks of a part
+    const u32 num_tiles = smem.block_start[kNumExperts] * (phase == kGemm1 ? kNumTiles1 : kNumTiles2);
+    const u32 most = (phase == kGemm1 ? kNumKBlocks1 : kNumKBlocks2) / kLeast;
+    if (kSplitTokens || 2 * num_tiles > num_blocks() || num_tiles == 0 || most == 0) return 1;
+    return min_of(num_blocks() / num_tiles, most);
+}
+
+DEVICE u32 num_tasks(const Smem& smem, u32 phase) {
+    return smem.block_start[kNumExperts] * (phase == kGemm1 ? kNumTiles1 : kNumTiles2) * num_parts(smem, phase);
+}
+
 DEVICE Task decode_task(const Smem& smem, u32 index) {
-    const u32 num_tasks_1 = smem.block_start[kNumExperts] * kNumTiles1;
+    const u32 num_tasks_1 = num_tasks(smem, kGemm1);
     const u32 phase = index < num_tasks_1 ? kGemm1 : kGemm2;
-    const u32 tiles = phase == kGemm1 ? kNumTiles1 : kNumTiles2;
+    const u32 tiles = phase == kGemm1 ? kNumTiles1 : kNumTiles2, k = phase == kGemm1 ? kNumKBlocks1 : kNumKBlocks2;
     if (phase == kGemm2) index -= num_tasks_1;
+    const u32 parts = num_parts(smem, phase), part = index % parts;
+    index /= parts;
     // The expert e with block_start[e] * tiles <= index < block_start[e + 1] * tiles.
     u32 low = 0, high = kNumExperts;
     while (high - low > 1) {
@@ -40,14 +56,13 @@ DEVICE Task decode_task(const Smem& smem, u32 index) {
     const u32 block = unit + index % unit_blocks;
     const u32 row_start = smem.row_start[low] + block * kBlockTokens;
     const u32 num_rows = min_of(kBlockTokens, smem.row_end[low] - row_start);
-    return {phase, low, index / unit_blocks, row_start, num_rows, first + block};
+    return {phase,    low,           index / unit_blocks, row_start,
+            num_rows, first + block, k * part / parts,    k * (part + 1) / parts};
 }
 
 DEVICE void trace_task(const Params& p, const Task& task) {
     trace_begin(p, kEventTask, task.phase << 31 | task.expert << 16 | task.tile, task.block);
 }
-
-DEVICE u32 num_tasks(const Smem& smem) { return smem.block_start[kNumExperts] * (kNumTiles1 + kNumTiles2); }
 
 // Tokens without any expert get a zero row: no tile reaches them. One warp of every CTA.
 DEVICE void clear_unrouted_tokens(const Params& p) {
@@ -84,7 +99,7 @@ DEVICE u32 find_orphan(const Params& p, const Head& head, u32 block, u32 num_tas
 
 DEVICE void role_schedule(const Params& p, Smem& smem, const Head& head) {
     const u32 lane = lane_idx();
-    const u32 num_tasks_1 = smem.block_start[kNumExperts] * kNumTiles1, end = num_tasks(smem);
+    const u32 num_tasks_1 = num_tasks(smem, kGemm1), end = num_tasks_1 + num_tasks(smem, kGemm2);
     if (!head.local) wait_for_head(p, head);
     Ring<kNumTaskSlots> slot;
     u32 wanted_parity = 0;
@@ -99,7 +114,7 @@ DEVICE void role_schedule(const Params& p, Smem& smem, const Head& head) {
             if (orphan < num_blocks()) index = first_task(p, orphan++);
         }
         wait_barrier(p, kWaitTaskEmpty, &smem.task_empty[slot.stage], slot.stage, slot.empty_parity());
-        Task task{kDone, 0, 0, 0, 0, 0};
+        Task task{kDone};
         if (index < end) {
             task = decode_task(smem, index);
             trace_task(p, task);
@@ -117,6 +132,8 @@ DEVICE void role_schedule(const Params& p, Smem& smem, const Head& head) {
             words[3] = task.row_start;
             words[4] = task.num_rows;
             words[5] = task.block;
+            words[6] = task.k_begin;
+            words[7] = task.k_end;
         }
         arrive(&smem.task_full[slot.stage]);  // every lane, for what it wrote; pairs with next_task
         if (in_head && lane == 0) end_head(p, head);
@@ -136,7 +153,7 @@ DEVICE void role_schedule(const Params& p, Smem& smem, const Head& head) {
 
 DEVICE Task read_task(const Smem& smem, u32 slot) {
     const u32* words = smem.tasks[slot];
-    return {words[0], words[1], words[2], words[3], words[4], words[5]};
+    return {words[0], words[1], words[2], words[3], words[4], words[5], words[6], words[7]};
 }
 
 // The task in `slot`, for a role that reads it. Pairs with role_schedule; free_task gives the slot back.
@@ -147,8 +164,6 @@ DEVICE Task next_task(const Params& p, Smem& smem, const Ring<kNumTaskSlots>& sl
 
 // Every lane that reads the slot, after its last read.
 DEVICE void free_task(Smem& smem, Ring<kNumTaskSlots>& slot) { arrive(&smem.task_empty[slot.stage]); }
-
-DEVICE u32 num_k_blocks(const Task& task) { return task.phase == kGemm1 ? kNumKBlocks1 : kNumKBlocks2; }
 
 // Scale i of a tile's weight rows in k-block 0; further k-blocks follow. GEMM 1: gate, up, and up of the next block
 // where `intermediate` is no multiple of 128 and a tile's up rows straddle two. GEMM 2: the tile's two blocks of rows.

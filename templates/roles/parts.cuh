@@ -1,0 +1,53 @@
+// Decode: tiles in parts along k. Every part leaves its sums in memory, as the threads hold them; the last to come adds
+// them up, in the order of the parts, and finishes the tile.
+
+constexpr u32 kPartSums = kNumRowBlocks * kBlockTokens / 2;  // most of a thread
+
+template <u32 N>
+DEVICE bool join_parts(const Params& p, Smem& smem, const Head& head, const Task& task, const Share& share,
+                       float (&sums)[kNumRowBlocks][N / 2]) {
+    const u32 num_k = task.phase == kGemm1 ? kNumKBlocks1 : kNumKBlocks2;
+    if (kSplitTokens || task.k_end - task.k_begin == num_k) return true;
+    const u32 parts = num_parts(smem, task.phase);
+    const u32 tile = task.block * (task.phase == kGemm1 ? kNumTiles1 : kNumTiles2) + task.tile;
+    constexpr u32 kThreads = kNumMathWarps * kWarpThreads;
+    float4* first = reinterpret_cast<float4*>(p.parts) + u64(tile * parts) * (kPartSums / 4 * kThreads) + thread_idx() -
+                    kMathWarpBegin * kWarpThreads;
+    // Part i runs from num_k * i / parts on.
+    float4* mine = first + u64(ceil_div(task.k_begin * parts, num_k)) * (kPartSums / 4 * kThreads);
+#pragma unroll
+    for (u32 m = 0; m < kNumRowBlocks; ++m) {
+#pragma unroll
+        for (u32 i = 0; i < N / 8; ++i) {
+            const float* four = sums[m] + 4 * i;
+            mine[(m * (N / 8) + i) * kThreads] = make_float4(four[0], four[1], four[2], four[3]);
+        }
+    }
+    sync_share(share);
+    if (thread_idx() == kMathWarpBegin * kWarpThreads) {
+        // Releases this part and, for the last, acquires all others: pairs with itself in other CTAs.
+        u32* count = counter(p, head, kBankParts + task.phase * kMaxBlocks + tile);
+        smem.first[kIsLastPart] = fetch_add_acq_rel_gpu(count, 1) + 1 == parts;
+    }
+    sync_share(share);
+    if (smem.first[kIsLastPart] == 0) return false;
+#pragma unroll
+    for (u32 m = 0; m < kNumRowBlocks; ++m) {
+#pragma unroll
+        for (u32 i = 0; i < N / 2; ++i) sums[m][i] = 0.0f;
+    }
+    for (u32 part = 0; part < parts; ++part, first += kPartSums / 4 * kThreads) {
+#pragma unroll
+        for (u32 m = 0; m < kNumRowBlocks; ++m) {
+#pragma unroll
+            for (u32 i = 0; i < N / 8; ++i) {
+                const float4 four = first[(m * (N / 8) + i) * kThreads];
+                sums[m][4 * i] += four.x;
+                sums[m][4 * i + 1] += four.y;
+                sums[m][4 * i + 2] += four.z;
+                sums[m][4 * i + 3] += four.w;
+            }
+        }
+    }
+    return true;
+}
