@@ -69,7 +69,7 @@ DEVICE WarpPairs pairs_of_warp(const Params& p) {
 // so the sort is stable: each warp takes consecutive pairs, counts them by expert in a row of `counts` of its own,
 // starts after the warps before it, and ranks its pairs 32 at a time by matching experts. One lane writes for each
 // expert.
-DEVICE void count_locally(const Params& p, Smem& smem, LocalSort& sort, const First& first) {
+DEVICE void count_locally(const Params& p, Smem& smem, LocalSort& sort) {
     const u32 num_pairs = p.num_tokens * kTopK, lanes_before = (1u << lane_idx()) - 1;
     u16* mine = sort.counts[warp_idx()];
     Experts<kSortThreads> experts;
@@ -101,8 +101,6 @@ DEVICE void count_locally(const Params& p, Smem& smem, LocalSort& sort, const Fi
     }
     sync_named(kSortBarrier, kSortThreads);
     if (warp_idx() == 0) prefix_sums(smem, sort.num_rows);
-    publish_first(smem, first);
-    sync_named(kSortBarrier, kSortThreads);
 }
 
 DEVICE void rank_locally(const Params& p, Smem& smem, LocalSort& sort) {
@@ -134,7 +132,9 @@ DEVICE void sort_early(const Params& p, Smem& smem, bool alone) {
     const First first = begin_head(p);
     Experts<kOthers> now;
     if (sorts) {
-        count_locally(p, smem, sort, first);
+        count_locally(p, smem, sort);
+        publish_first(smem, first);
+        sync_named(kSortBarrier, kSortThreads);
         if (alone && thread_idx() == 0) preload_weights(p, smem);
         rank_locally(p, smem, sort);
     }
@@ -154,7 +154,8 @@ DEVICE void sort_early(const Params& p, Smem& smem, bool alone) {
     if (thread_idx() == 0) drop_preloaded(p, smem);
     sync_block();
     if (sorts) {
-        count_locally(p, smem, sort, first);
+        count_locally(p, smem, sort);
+        sync_named(kSortBarrier, kSortThreads);
         rank_locally(p, smem, sort);
     }
 }

@@ -20,7 +20,7 @@ constexpr u32 kUnitBlocks = 16;
 
 // Decode: where a GEMM has so few tiles that CTAs would have nothing to do, its tiles are tasks in parts along k.
 DEVICE u32 num_parts(const Smem& smem, u32 phase) {
-    constexpr u32 kLeast = 4;  // k-blocks of a part
+    constexpr u32 kLeast = 16;  // k-blocks of a part: joining takes as long as several
     const u32 num_tiles = smem.block_start[kNumExperts] * (phase == kGemm1 ? kNumTiles1 : kNumTiles2);
     const u32 most = (phase == kGemm1 ? kNumKBlocks1 : kNumKBlocks2) / kLeast;
     if (kSplitTokens || 2 * num_tiles > num_blocks() || num_tiles == 0 || most == 0) return 1;
