@@ -326,11 +326,13 @@ def test_rows_too_far_apart():
 
 
 class FakeKernel:
+    grid = 132
+
     def __init__(self):
         self.launches = []
 
     def launch(self, params, stream, cooperative):
-        self.launches.append((dict(params.values), stream))
+        self.launches.append((dict(params.values) | {"cooperative": cooperative}, stream))
 
 
 class FakeParams:
@@ -411,6 +413,9 @@ def test_parameters(kernel):
         assert (values["y"], values["y_stride"], values["num_tokens"]) == (1 << 24, HIDDEN, TOKENS)
         assert (values["ids_are_i64"], values["weights_are_bf16"]) == (1, 0)
         assert (values["status"], values["timeout_us"]) == (77, 99)
+        assert values["first_stride"] == 83
+    # Quantised tokens are all a few tokens need: blocks need not wait for each other.
+    assert (bf16["cooperative"], fp8["cooperative"]) == (True, False)
 
 
 def test_layouts_are_checked_once_and_addresses_always(kernel):

@@ -18,6 +18,7 @@ from jitmoe.plan.heuristics import (
 )
 from jitmoe.plan.plan import PlanError, Role, check_roles
 from jitmoe.plan.problem import MAX_EXPERTS, MAX_TOKENS, MoeProblem
+from jitmoe.plan.spread import stride
 
 H200 = GPUS["h200"]
 S1 = MoeProblem(1, 7168, 2048, 32, 8)  # DeepSeek-V3, one rank of 8
@@ -412,3 +413,26 @@ def test_check_roles_refuses(roles, message):
 )
 def test_check_roles_accepts(roles):
     check_roles(tuple(Role(f"role_{i}", *role, "") for i, role in enumerate(roles)))
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 3, 78, 114, 132, 144])
+def test_few_first_tasks_are_spread(num_blocks):
+    """The blocks of the first n tasks lie evenly among all blocks, for every n."""
+    step = stride(num_blocks)
+    order = [block * step % num_blocks for block in range(num_blocks)]
+    assert sorted(order) == list(range(num_blocks))
+    for n in range(1, num_blocks):
+        taken = np.cumsum([task < n for task in order])
+        even = np.arange(1, num_blocks + 1) * n / num_blocks
+        assert np.abs(taken - even).max() < 4
+
+
+def test_who_needs_the_whole_grid():
+    """Few quantised tokens do not: every block finds its own way."""
+    decode = choose(replace(S1, num_tokens=8), H200)
+    prefill = choose(replace(S1, num_tokens=2048), H200)
+    most = decode.num_local_pairs // decode.top_k
+    assert not decode.needs_whole_grid(most, x_is_bf16=False)
+    assert decode.needs_whole_grid(most + 1, x_is_bf16=False)
+    assert decode.needs_whole_grid(1, x_is_bf16=True)
+    assert prefill.needs_whole_grid(1, x_is_bf16=False)
