@@ -54,6 +54,11 @@ def mega_moe(
                   a C++ compiler and no GPU; stream and workspace must be None, and y is uint16
                   where x is unsigned, else ml_dtypes.bfloat16
 
+    A launch with few tokens in e4m3 may begin while a kernel before it on the stream ends, if that
+    kernel allows it (programmatic dependent launch; jitmoe's do, others only if written so). It
+    then reads weights, and nothing else for good, before that kernel is over: whoever writes
+    weights must not allow it.
+
     Returns `out`. uint8 and uint16 arrays stand for e4m3 and bf16 of the same bits. The same inputs
     give the same bits. May be captured into a CUDA graph after one call, or `warmup`, outside.
 

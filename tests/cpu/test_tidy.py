@@ -41,7 +41,17 @@ TOP_PACKAGES = {"numpy", "ml_dtypes", "rich", "typer", "cupy", "torch", "cuda"}
 LATE = {"cupy", "cuda", "torch", "transformers", "deep_gemm", "matplotlib"}
 # Modules of a folder, each of which imports only those before it.
 ORDER = {
-    "plan": ["problem", "models", "gpu", "memory_map", "plan", "mega_moe", "heuristics"],
+    "plan": [
+        "problem",
+        "models",
+        "gpu",
+        "memory_map",
+        "spread",
+        "plan",
+        "mega_moe_params",
+        "mega_moe",
+        "heuristics",
+    ],
     "jit": ["params", "render", "nvrtc", "cache", "store", "build"],
     "run": ["driver", "arrays", "streams", "launch", "tma", "workspace"],
     "peers": [
