@@ -277,3 +277,8 @@ class MegaMoePlan(Plan):
         if not 1 <= self.unroll_k <= 8:
             raise PlanError(f"unroll_k must be from 1 to 8 k-blocks, got {self.unroll_k}")
         super().check(gpu)
+        if gpu.num_sms > self.max_blocks:
+            raise PlanError(
+                f"counters have room for {self.max_blocks} blocks of a launch, the {gpu.name} has "
+                f"{gpu.num_sms} SMs"
+            )

@@ -23,6 +23,7 @@ CASES = [
     (4, 256, 128, 2, 5, "decode", 2048, True),
     (6, 384, 208, 3, 90, "decode", 512, False),
     (4, 256, 128, 2, 90, "decode", 2, True),
+    (1, 4096, 128, 1, 8, "decode", 2048, False),  # in parts
     (4, 256, 128, 2, 150, "prefill", 0, False),
     (6, 384, 208, 3, 200, "prefill", 0, True),
 ]
