@@ -172,7 +172,7 @@ class EmulatedLayer:
         if plan.split_tokens:
             rows = plan.row_capacity(self.max_tokens)
             for name, width in (("pool", hidden), ("mid", plan.derived_constants["mid_stride"])):
-                box = (plan.block_k, plan.block_tokens)
+                box = (plan.block_k, plan.token_box)
                 maps[f"{name}_map"] = TensorMap(name, (width, rows), (width,), box)
         return maps
 

@@ -63,6 +63,11 @@ class MegaMoePlan(Plan):
         return not local or x_is_bf16
 
     @property
+    def token_box(self) -> int:
+        """Prefill: rows of one copy of tokens; tasks of no more take one, others two."""
+        return self.block_tokens // 2
+
+    @property
     def roles(self) -> tuple[Role, ...]:
         regs = self.producer_regs
         load = Role("load", 1, regs, "TMA: weight tiles into the ring")
@@ -94,14 +99,12 @@ class MegaMoePlan(Plan):
 
     @property
     def derived_constants(self) -> dict[str, int]:
-        warpgroup_rows = self.block_rows if self.split_tokens else self.block_rows // 2
         return {
             "block_tokens": self.block_tokens,
             "block_rows": self.block_rows,
             "block_k": self.block_k,
             "max_blocks": self.max_blocks,
             "split_tokens": int(self.split_tokens),
-            "num_row_blocks": warpgroup_rows // 64,
             "num_gather_warps": 0 if self.split_tokens else self.num_gather_warps,
             "num_math_warps": self.num_math_warps,
             "num_k_blocks_1": self.num_k_blocks_1,
@@ -135,6 +138,7 @@ class MegaMoePlan(Plan):
             Region("token_scales", "f32", (stages, tokens), 128, f"{feeder} -> math"),
             Region("weight_scales", "f32", (stages, 4), 16, f"{feeder} -> math"),
             Region("transpose", "u8", (math, transpose), 128, "a math warp's own"),
+            Region("amax", "f32", (math, 64), 128, "math <-> math"),
             Region("full", "u64", (stages,), 8, f"load, {feeder} -> math"),
             Region("empty", "u64", (stages,), 8, f"math -> load, {feeder}"),
             Region("preloaded", "u64", (stages,), 8, "head -> load"),
@@ -161,7 +165,6 @@ class MegaMoePlan(Plan):
         else:
             rows_apart = 4 * self.num_gather_warps
             regions += [
-                Region("amax", "f32", (math, 64), 128, "math <-> math"),
                 Region(
                     "row_offsets", "u32", (rows_apart, tokens // rows_apart), 16, "gather's own"
                 ),

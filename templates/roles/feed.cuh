@@ -20,6 +20,7 @@ DEVICE void role_feed(const Params& p, Smem& smem, const Head& head) {
         }
         const TensorMap* map = task.phase == kGemm1 ? &p.pool_map : &p.mid_map;
         const float* scales = (task.phase == kGemm1 ? p.pool_scale : p.mid_scale) + task.row_start;
+        const u32 num_tokens = has_token_rows(task) ? kBlockTokens : kWarpgroupTokens;  // one copy or two
         const float* weight_scales[3];
 #pragma unroll
         for (u32 i = 0; i < 3; ++i) weight_scales[i] = weight_scale(p, task, i);
@@ -27,9 +28,14 @@ DEVICE void role_feed(const Params& p, Smem& smem, const Head& head) {
             u64* full = &smem.full[ring.stage];
             wait_barrier(p, kWaitStageEmpty, &smem.empty[ring.stage], ring.stage, ring.empty_parity());
             // Both pair with role_math: multiply.
-            arrive_expect_bytes(full, kTokenTileBytes + kBlockTokens * sizeof(float));
-            load_tile_2d(smem.token_tiles[ring.stage], map, full, k * kBlockK, task.row_start);
-            load_bulk(smem.token_scales[ring.stage], scales + u64(k) * p.row_capacity, kBlockTokens * sizeof(float),
+            arrive_expect_bytes(full, num_tokens * (kBlockK + u32(sizeof(float))));
+            u8* tile = smem.token_tiles[ring.stage];
+            load_tile_2d(tile, map, full, k * kBlockK, task.row_start);
+            if (num_tokens > kWarpgroupTokens) {
+                load_tile_2d(tile + kWarpgroupTokens * kBlockK, map, full, k * kBlockK,
+                             task.row_start + kWarpgroupTokens);
+            }
+            load_bulk(smem.token_scales[ring.stage], scales + u64(k) * p.row_capacity, num_tokens * sizeof(float),
                       full);
 #pragma unroll
             for (u32 i = 0; i < 3; ++i) copy_4_async(&smem.weight_scales[ring.stage][i], weight_scales[i] + k);

@@ -3,7 +3,7 @@
 
 // A block's rows of Params::mid are finished by every tile of GEMM 1.
 DEVICE void publish_mid(const Params& p, const Head& head, const Task& task, const Share& share) {
-    sync_share(share);
+    sync_math();
     const bool is_leader = share.group == 0 && share.warp == 0 && lane_idx() == 0;
     if (is_leader) add_release_gpu(counter(p, head, kBankBlocks + task.block), 1);  // pairs with wait_for_mid
 }
@@ -11,9 +11,8 @@ DEVICE void publish_mid(const Params& p, const Head& head, const Task& task, con
 // After store_slices. Lanes count deliveries for a token each; then the warp sums the complete ones together.
 DEVICE void combine_tokens(const Params& p, const Task& task, const Share& share, const u32* pairs,
                            const u32* used_of_row) {
-    if (share.num_tokens == 0) return;
-    sync_share(share);
-    const u32 i = lane_idx() * share.num_warps + share.group * 4 + share.warp;
+    sync_math();
+    const u32 i = lane_idx() * kNumMathWarps + share.group * 4 + share.warp;
     u32 token = 0, used = 0;
     bool last = false;
     if (i < share.num_tokens) {

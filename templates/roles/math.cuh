@@ -5,14 +5,17 @@
 struct Operands {
     u32 weights, tokens;  // low descriptor words in stage 0
     u32 first_token;      // of this lane, among the tile's
+    u32 first_row;        // of the warpgroup, among the tile's
     bool gemm_2;
 };
 
+template <bool kTokenRows>
 DEVICE Operands find_operands(const Smem& smem, const Task& task, const Share& share) {
     const u32 lane = lane_idx();
     return {descriptor_low(smem.weight_tiles[0] + share.first_row * kBlockK),
             descriptor_low(smem.token_tiles[0] + share.first_token * kBlockK),
-            kSplitTokens ? (share.group * 4 + share.warp) * 16 + lane / 4 : lane % 4 * 2, task.phase == kGemm2};
+            kTokenRows ? share.first_token + share.warp * 16 + lane / 4 : lane % 4 * 2, share.first_row,
+            task.phase == kGemm2};
 }
 
 // A tile's weight rows have up to three scales in a k-block (gather: weight_scale_row). GEMM 1: gate, and up before and
@@ -22,19 +25,19 @@ DEVICE bool takes_second_scale(bool gemm_2, u32 weight_row) {
 }
 
 // The scales of one k-block, and partial sums times them added to the sums of a 64-row weight block.
-template <u32 N>
+template <u32 N, bool kTokenRows>
 struct Promotion {
-    // Prefill: the products for this thread's two tokens, {gate, gate, up, up}, of weight rows that take the first and
-    // the second scale. Where no tile of GEMM 1 has a second, rows from 128 on take `second` in both phases.
+    // Tokens as rows: the products for this thread's two tokens, {gate, gate, up, up}, of weight rows that take the
+    // first and the second scale. Where no tile of GEMM 1 has a second, rows from 128 on take `second` in both phases.
     float4 first, second;
-    // Decode.
+    // Tokens as columns.
     float4 weight_scales;
     const float2* token_scales;
 
     DEVICE void begin_k_block(const Smem& smem, u32 stage, const Operands& at) {
         const float4 w = *reinterpret_cast<const float4*>(smem.weight_scales[stage]);
         const float* tokens = smem.token_scales[stage] + at.first_token;
-        if constexpr (kSplitTokens) {
+        if constexpr (kTokenRows) {
             const float x0 = tokens[0], x1 = tokens[8];
             const float up = at.gemm_2 ? w.x : w.y, gate_2 = at.gemm_2 ? w.y : w.x;
             const float up_2 = kUpBlockRest == 0 || at.gemm_2 ? w.y : w.z;
@@ -48,13 +51,13 @@ struct Promotion {
 
     DEVICE void add(float (&sums)[N / 2], const float (&partial)[N / 2], u32 m, const Operands& at) const {
         const u32 warp = warp_idx() - kMathWarpBegin;
-        const bool second_scale = takes_second_scale(at.gemm_2, warp / 4 * (kBlockRows / 2) + m * 64 + warp % 4 * 16);
+        const bool second_scale = takes_second_scale(at.gemm_2, at.first_row + m * 64 + warp % 4 * 16);
         const float4& w = weight_scales;
         const float low = at.gemm_2 && second_scale ? w.y : w.x;
         const float high = at.gemm_2 ? low : (second_scale ? w.z : w.y);
 #pragma unroll
         for (u32 j = 0; j < N / 8; ++j) {
-            if constexpr (kSplitTokens) {
+            if constexpr (kTokenRows) {
                 // Columns: groups of 8 that alternate between gate and up. Rows: the two tokens.
                 const u32 row = m * 64 + j / 2 * 16;
                 const bool takes_second = kUpBlockRest == 0 ? row >= 128 : takes_second_scale(at.gemm_2, row);
@@ -82,21 +85,21 @@ DEVICE void wait_for_stage(const Params& p, Smem& smem, const Ring<kNumStages>& 
     wait_barrier(p, kWaitStageFull, &smem.full[ring.stage], ring.stage, ring.parity());
 }
 
-// kUnroll k-blocks, each kNumRowBlocks blocks of 64 weight rows. Two accumulators alternate: the tensor cores fill one
+// kUnroll k-blocks, each kBlocks blocks of 64 weight rows. Two accumulators alternate: the tensor cores fill one
 // while the other is promoted. The last wait leaves nothing in flight, else ptxas serialises the loop around this
 // (C7514).
-template <u32 N, u32 kUnroll>
+template <u32 N, bool kTokenRows, u32 kUnroll, u32 kBlocks>
 DEVICE void multiply(const Params& p, Smem& smem, Ring<kNumStages>& ring, const Operands& at,
-                     float (&sums)[kNumRowBlocks][N / 2]) {
-    constexpr u32 kSteps = kUnroll * kNumRowBlocks;
+                     float (&sums)[kBlocks][N / 2]) {
+    constexpr u32 kSteps = kUnroll * kBlocks;
     float partial[2][N / 2];
-    Promotion<N> promotion;
+    Promotion<N, kTokenRows> promotion;
     u32 weights = 0, tokens = 0;
     u32 previous = 0;  // stage of the step before
 #pragma unroll
     for (u32 step = 0; step <= kSteps; ++step) {
         if (step < kSteps) {
-            const u32 m = step % kNumRowBlocks;
+            const u32 m = step % kBlocks;
             if (m == 0) {
                 weights = make_uniform(at.weights + ring.stage * descriptor_step(kWeightTileBytes));
                 tokens = make_uniform(at.tokens + ring.stage * descriptor_step(kTokenTileBytes));
@@ -108,7 +111,7 @@ DEVICE void multiply(const Params& p, Smem& smem, Ring<kNumStages>& ring, const 
             }
             if (!kSplitTokens && m == 0) fence_async_shared();  // cp.async wrote the token rows in the generic proxy
             const u32 block = weights + m * descriptor_step(64 * kBlockK);
-            const u32 a = kSplitTokens ? tokens : block, b = kSplitTokens ? block : tokens;
+            const u32 a = kTokenRows ? tokens : block, b = kTokenRows ? block : tokens;
             hold_accumulators(partial[step % 2]);
             wgmma_fence();
             wgmma<false, 0, 0>(partial[step % 2], a, b);
@@ -118,7 +121,7 @@ DEVICE void multiply(const Params& p, Smem& smem, Ring<kNumStages>& ring, const 
             wgmma_commit();
         }
         if (step > 0) {
-            const u32 m = (step - 1) % kNumRowBlocks;
+            const u32 m = (step - 1) % kBlocks;
             if (step < kSteps) {
                 wgmma_wait<1>();
             } else {
@@ -127,33 +130,32 @@ DEVICE void multiply(const Params& p, Smem& smem, Ring<kNumStages>& ring, const 
             hold_accumulators(partial[(step - 1) % 2]);
             if (m == 0) promotion.begin_k_block(smem, previous, at);
             promotion.add(sums[m], partial[(step - 1) % 2], m, at);
-            if (m == kNumRowBlocks - 1) {
+            if (m == kBlocks - 1) {
                 sync_warp();
                 if (lane_idx() == 0)
                     arrive(&smem.empty[previous]);  // pairs with role_load and role_gather or role_feed
             }
         }
         if (step < kSteps) previous = ring.stage;
-        if (step < kSteps && step % kNumRowBlocks == kNumRowBlocks - 1) ring.advance();
+        if (step < kSteps && step % kBlocks == kBlocks - 1) ring.advance();
     }
 }
 
 // Whether the tile is finished: parts of one are so by whoever comes last.
-template <u32 N>
+template <u32 N, bool kTokenRows>
 DEVICE bool run_tile(const Params& p, Smem& smem, const Head& head, Ring<kNumStages>& ring, const Task& task,
                      const Share& share, u32 slot) {
-    constexpr u32 kUnroll = N == kWarpgroupTokens ? kUnrollK : 1;
-    float sums[kNumRowBlocks][N / 2] = {};
-    const Operands at = find_operands(smem, task, share);
+    float sums[kShareBlocks<kTokenRows>][N / 2] = {};
+    const Operands at = find_operands<kTokenRows>(smem, task, share);
     u32 k = task.k_end - task.k_begin;
     // Ahead of the loop, so that the event begins with a multiply.
     if constexpr (kTrace) wait_for_stage(p, smem, ring);
     trace_begin(p, kEventMma, task.phase);
 #pragma unroll 1
-    for (; k >= kUnroll; k -= kUnroll) multiply<N, kUnroll>(p, smem, ring, at, sums);
-    if constexpr (kUnroll > 1) {
+    for (; k >= kUnrollK; k -= kUnrollK) multiply<N, kTokenRows, kUnrollK>(p, smem, ring, at, sums);
+    if constexpr (kUnrollK > 1) {
 #pragma unroll 1
-        for (; k > 0; --k) multiply<N, 1>(p, smem, ring, at, sums);
+        for (; k > 0; --k) multiply<N, kTokenRows, 1>(p, smem, ring, at, sums);
     }
     trace_end(p, kEventMma);
     trace_begin(p, kEventEpilogue);
@@ -161,26 +163,38 @@ DEVICE bool run_tile(const Params& p, Smem& smem, const Head& head, Ring<kNumSta
     const Task same = read_task(smem, slot);
     const Share same_share = find_share(same);
     const u32* pairs = smem.task_rows[slot] + same_share.first_token;
-    if (!join_parts<N>(p, smem, head, same, same_share, sums)) {
+    if (!join_parts<N>(p, smem, head, same, sums)) {
         trace_end(p, kEventEpilogue);
         return false;
     }
-    if (same.phase == kGemm1) {
-        store_mid<N>(p, smem, same, same_share, pairs, sums);
+    if constexpr (kTokenRows) {
+        if (same.phase == kGemm1) {
+            store_mid_rows<N>(p, smem, same, same_share, pairs, sums);
+        } else {
+            store_slices_rows<N>(p, smem, same, same_share, pairs, sums);
+        }
     } else {
-        store_slices<N>(p, smem, same, same_share, pairs, sums);
+        if (same.phase == kGemm1) {
+            store_mid_columns<N>(p, smem, same, same_share, pairs, sums);
+        } else {
+            store_slices_columns<N>(p, smem, same, same_share, pairs, sums);
+        }
     }
     trace_end(p, kEventEpilogue);
     return true;
 }
 
-// A warpgroup without tokens still consumes the ring.
-DEVICE void skip_tile(const Params& p, Smem& smem, Ring<kNumStages>& ring, const Task& task) {
-    for (u32 k = task.k_begin; k < task.k_end; ++k, ring.advance()) {
-        wait_for_stage(p, smem, ring);
-        sync_warp();  // no lane falls a phase behind
-        if (lane_idx() == 0) arrive(&smem.empty[ring.stage]);
+// As few columns as hold the tokens; prefill has no kernel text to spare for 8.
+DEVICE bool run_task(const Params& p, Smem& smem, const Head& head, Ring<kNumStages>& ring, const Task& task,
+                     u32 slot) {
+    const Share share = find_share(task);
+    if constexpr (kSplitTokens) {
+        if (has_token_rows(task)) return run_tile<64, true>(p, smem, head, ring, task, share, slot);
     }
+    if (task.num_rows > 32) return run_tile<64, false>(p, smem, head, ring, task, share, slot);
+    if (task.num_rows > 16) return run_tile<32, false>(p, smem, head, ring, task, share, slot);
+    if (kSplitTokens || task.num_rows > 8) return run_tile<16, false>(p, smem, head, ring, task, share, slot);
+    return run_tile<8, false>(p, smem, head, ring, task, share, slot);
 }
 
 DEVICE void role_math(const Params& p, Smem& smem, const Head& head) {
@@ -188,23 +202,12 @@ DEVICE void role_math(const Params& p, Smem& smem, const Head& head) {
     Ring<kNumStages> ring;
     Lists lists;
     for (;; slot.advance()) {
-        bool is_finished = true;
+        bool is_finished;
         {
             const Task task = next_task(p, smem, slot);
             if (task.phase == kDone) break;
             trace_task(p, task);
-            const Share share = find_share(task);
-            if (share.num_tokens == 0) {
-                skip_tile(p, smem, ring, task);
-            } else if (kSplitTokens || share.num_tokens > 32) {
-                is_finished = run_tile<64>(p, smem, head, ring, task, share, slot.stage);
-            } else if (share.num_tokens > 16) {
-                is_finished = run_tile<32>(p, smem, head, ring, task, share, slot.stage);
-            } else if (share.num_tokens > 8) {
-                is_finished = run_tile<16>(p, smem, head, ring, task, share, slot.stage);
-            } else {
-                is_finished = run_tile<8>(p, smem, head, ring, task, share, slot.stage);
-            }
+            is_finished = run_task(p, smem, head, ring, task, slot.stage);
         }
         if (is_finished) {
             const Task task = read_task(smem, slot.stage);

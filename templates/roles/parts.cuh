@@ -1,11 +1,10 @@
 // Decode: tiles in parts along k. Every part leaves its sums in memory, as the threads hold them; the last to come adds
 // them up, in the order of the parts, and finishes the tile.
 
-constexpr u32 kPartSums = kNumRowBlocks * kBlockTokens / 2;  // most of a thread
+constexpr u32 kPartSums = kShareBlocks<false> * kBlockTokens / 2;  // most of a thread
 
-template <u32 N>
-DEVICE bool join_parts(const Params& p, Smem& smem, const Head& head, const Task& task, const Share& share,
-                       float (&sums)[kNumRowBlocks][N / 2]) {
+template <u32 N, u32 kBlocks>
+DEVICE bool join_parts(const Params& p, Smem& smem, const Head& head, const Task& task, float (&sums)[kBlocks][N / 2]) {
     const u32 num_k = task.phase == kGemm1 ? kNumKBlocks1 : kNumKBlocks2;
     if (kSplitTokens || task.k_end - task.k_begin == num_k) return true;
     const u32 parts = num_parts(smem, task.phase);
@@ -16,29 +15,29 @@ DEVICE bool join_parts(const Params& p, Smem& smem, const Head& head, const Task
     // Part i runs from num_k * i / parts on.
     float4* mine = first + u64(ceil_div(task.k_begin * parts, num_k)) * (kPartSums / 4 * kThreads);
 #pragma unroll
-    for (u32 m = 0; m < kNumRowBlocks; ++m) {
+    for (u32 m = 0; m < kBlocks; ++m) {
 #pragma unroll
         for (u32 i = 0; i < N / 8; ++i) {
             const float* four = sums[m] + 4 * i;
             mine[(m * (N / 8) + i) * kThreads] = make_float4(four[0], four[1], four[2], four[3]);
         }
     }
-    sync_share(share);
+    sync_math();
     if (thread_idx() == kMathWarpBegin * kWarpThreads) {
         // Releases this part and, for the last, acquires all others: pairs with itself in other CTAs.
         u32* count = counter(p, head, kBankParts + task.phase * kMaxBlocks + tile);
         smem.first[kIsLastPart] = fetch_add_acq_rel_gpu(count, 1) + 1 == parts;
     }
-    sync_share(share);
+    sync_math();
     if (smem.first[kIsLastPart] == 0) return false;
 #pragma unroll
-    for (u32 m = 0; m < kNumRowBlocks; ++m) {
+    for (u32 m = 0; m < kBlocks; ++m) {
 #pragma unroll
         for (u32 i = 0; i < N / 2; ++i) sums[m][i] = 0.0f;
     }
     for (u32 part = 0; part < parts; ++part, first += kPartSums / 4 * kThreads) {
 #pragma unroll
-        for (u32 m = 0; m < kNumRowBlocks; ++m) {
+        for (u32 m = 0; m < kBlocks; ++m) {
 #pragma unroll
             for (u32 i = 0; i < N / 8; ++i) {
                 const float4 four = first[(m * (N / 8) + i) * kThreads];

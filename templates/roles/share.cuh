@@ -1,12 +1,17 @@
-// Which part of a task one math warpgroup does.
+// Which part of a task one math warpgroup does, and which way round.
 //
-// decode:  weights are the 64-row operand of the tensor cores and up to 64 tokens its columns: padding is to 8 tokens.
-// The
-//          two warpgroups split a tile's 256 weight rows and share its tokens.
-// prefill: tokens are the 64-row operand and weights the columns: a thread scales its sums by two tokens, not sixteen.
-//          Each warpgroup takes all 256 columns for 64 tokens of its own and knows nothing of the other.
+// Tokens as columns: weights are the 64-row operand of the tensor cores and up to 64 tokens its columns: padding is to
+// 8 or 16 tokens. The two warpgroups split a tile's 256 weight rows and share its tokens. All of decode, and tasks of
+// prefill with few tokens.
+// Tokens as rows: tokens are the 64-row operand and weights the columns: a thread scales its sums by two tokens, not
+// sixteen. Each warpgroup takes all 256 columns for 64 tokens of its own and knows nothing of the other.
 
-constexpr u32 kWarpgroupTokens = 64;  // most columns of one warpgroup
+constexpr u32 kWarpgroupTokens = 64;         // most tokens of one warpgroup
+constexpr u32 kRowBlocks = kBlockRows / 64;  // of a weight tile
+
+// Blocks of 64 weight rows of a warpgroup.
+template <bool kTokenRows>
+constexpr u32 kShareBlocks = kTokenRows ? kRowBlocks : kRowBlocks / 2;
 
 // One warpgroup's share of a task.
 struct Share {
@@ -14,23 +19,22 @@ struct Share {
     u32 warp;                     // 0..3 in the warpgroup
     u32 first_row;                // of the weight tile
     u32 first_token, num_tokens;  // of the task's rows
-    u32 num_warps;                // that share these tokens: barriers and amax go over them
-    u32 barrier;
 };
+
+DEVICE bool has_token_rows(const Task& task) { return kSplitTokens && task.num_rows > kWarpgroupTokens; }
 
 DEVICE Share find_share(const Task& task) {
     const u32 warp = warp_idx() - kMathWarpBegin;
     const u32 group = warp / 4;
-    if constexpr (kSplitTokens) {
+    if (has_token_rows(task)) {
         const u32 first = group * kWarpgroupTokens;
-        const u32 num = task.num_rows > first ? min_of(task.num_rows - first, kWarpgroupTokens) : 0;
-        return {group, warp % 4, 0, first, num, 4, kMathBarrier + group};
-    } else {
-        return {group, warp % 4, group * (kBlockRows / 2), 0, task.num_rows, 8, kMathBarrier};
+        return {group, warp % 4, 0, first, min_of(task.num_rows - first, kWarpgroupTokens)};
     }
+    return {group, warp % 4, group * (kBlockRows / 2), 0, task.num_rows};
 }
 
-DEVICE void sync_share(const Share& share) { sync_named(share.barrier, share.num_warps * kWarpThreads); }
+// All math warps.
+DEVICE void sync_math() { sync_named(kMathBarrier, kNumMathWarps * kWarpThreads); }
 
 // Until every tile of GEMM 1 has brought its channels to the block's rows of Params::mid. Pairs with publish_mid or
 // role_deliver.

@@ -133,11 +133,11 @@ def test_waits_give_up_when_the_clock_runs_out():
 def test_a_wait_under_multiplies_in_flight_reports_too():
     plan = dataclasses.replace(CASES["prefill"], unroll_k=4)
     emulated = EmulatedLayer(plan, random_layer(plan), max_tokens=8, num_blocks=2)
-    arrive = "u64* full = &smem.full[ring.stage];  // pairs with role_math: multiply"
+    arrive = "if (i == wanted) arrive(smem.task_wanted);"
     text = render(plan, layer="emulated")
     assert arrive in text
     emulated.executable = build(
-        text.replace(arrive, f"if (i == 1) continue;\n{arrive}"), plan.name, checked=False
+        text.replace(arrive, f"{arrive}\nif (i == 1) continue;"), plan.name, checked=False
     )
     tokens = reference.random_tokens(8, plan.hidden, plan.num_experts, plan.top_k, 0)
     inputs = fp8.encode_bf16(tokens.x), tokens.topk_ids, tokens.topk_weights

@@ -1,9 +1,9 @@
-// Decode: what becomes of a tile's sums, which hold channels by rows and tokens by columns. GEMM 1: SwiGLU, then
+// What becomes of a tile's sums that hold channels by rows and tokens by columns. GEMM 1: SwiGLU, then
 // re-quantisation per token and 128 channels, e4m3 rows in Params::mid. GEMM 2: bf16 rows in Params::slices, one per
 // routed pair. Memory wants tokens by rows: both transpose through a buffer of the warp's own.
 
 // Largest magnitude of each token over the tile's 128 channels: lanes of a warp by shuffles, warps through shared
-// memory. publish_mid's barrier separates this tile's reads from the next one's writes.
+// memory.
 template <u32 N>
 DEVICE void reduce_amax(Smem& smem, const Share& share, float (&amax)[N / 4]) {
     const u32 lane = lane_idx();
@@ -19,7 +19,7 @@ DEVICE void reduce_amax(Smem& smem, const Share& share, float (&amax)[N / 4]) {
             *reinterpret_cast<float2*>(&smem.amax[warp][j * 8 + lane * 2]) = make_float2(amax[2 * j], amax[2 * j + 1]);
         }
     }
-    sync_share(share);
+    sync_math();
 #pragma unroll
     for (u32 j = 0; j < N / 8; ++j) {
         for (u32 w = 0; w < kNumMathWarps; ++w) {
@@ -28,6 +28,7 @@ DEVICE void reduce_amax(Smem& smem, const Share& share, float (&amax)[N / 4]) {
             amax[2 * j + 1] = fmaxf(amax[2 * j + 1], other.y);
         }
     }
+    if constexpr (kSplitTokens) sync_math();  // before the next tile's are written; in decode publish_mid has it
 }
 
 // The router weight rides on the scale: a factor of the whole row, exact but for one rounding.
@@ -51,12 +52,12 @@ DEVICE void store_mid_scales(const Params& p, const Task& task, const Share& sha
 }
 
 template <u32 N>
-DEVICE void store_mid(const Params& p, Smem& smem, const Task& task, const Share& share, const u32* pairs,
-                      float (&sums)[kNumRowBlocks][N / 2]) {
+DEVICE void store_mid_columns(const Params& p, Smem& smem, const Task& task, const Share& share, const u32* pairs,
+                              float (&sums)[kShareBlocks<false>][N / 2]) {
     const u32 lane = lane_idx();
     float amax[N / 4] = {};
 #pragma unroll
-    for (u32 m = 0; m < kNumRowBlocks; ++m) {
+    for (u32 m = 0; m < kShareBlocks<false>; ++m) {
 #pragma unroll
         for (u32 j = 0; j < N / 8; ++j) {
 #pragma unroll
@@ -75,7 +76,7 @@ DEVICE void store_mid(const Params& p, Smem& smem, const Task& task, const Share
 
     // A 16-bit element is two tokens of a channel. Matrix j has the channels of this warp by rows, and by columns four
     // token pairs of two row blocks, alternating; its transpose has 8 channels of a token pair in each 16-byte row.
-    static_assert(kNumRowBlocks == 2, "a warpgroup has two row blocks");
+    static_assert(kShareBlocks<false> == 2, "a warpgroup has two row blocks");
     u8* buffer = smem.transpose[share.group * 4 + share.warp];
     u8* mid = p.mid + u64(task.row_start) * kMidStride + task.tile * 128;
     constexpr u32 kGroup = min_of(N / 8, 4u);
@@ -107,13 +108,13 @@ DEVICE void store_mid(const Params& p, Smem& smem, const Task& task, const Share
 }
 
 template <u32 N>
-DEVICE void store_slices(const Params& p, Smem& smem, const Task& task, const Share& share, const u32* pairs,
-                         const float (&sums)[kNumRowBlocks][N / 2]) {
+DEVICE void store_slices_columns(const Params& p, Smem& smem, const Task& task, const Share& share, const u32* pairs,
+                                 const float (&sums)[kShareBlocks<false>][N / 2]) {
     constexpr u32 kTokens = min_of(N, 32u);  // of one pass
     const u32 lane = lane_idx();
     u8* buffer = smem.transpose[share.group * 4 + share.warp];
 #pragma unroll
-    for (u32 m = 0; m < kNumRowBlocks; ++m) {
+    for (u32 m = 0; m < kShareBlocks<false>; ++m) {
         const u32 channel = task.tile * kBlockRows + share.first_row + m * 64 + share.warp * 16;
 #pragma unroll
         for (u32 first = 0; first < N; first += kTokens) {

@@ -1,4 +1,4 @@
-// Prefill: what becomes of a warpgroup's sums, which hold its tokens by rows and channels by columns. GEMM 1: SwiGLU,
+// What becomes of a warpgroup's sums that hold its tokens by rows and channels by columns. GEMM 1: SwiGLU,
 // then re-quantisation per token and 128 channels, e4m3 rows in Params::mid. GEMM 2: bf16 rows in Params::slices, one
 // per routed pair. A warp holds all channels of 16 tokens, so it needs no other warp; 16-byte pieces of rows are put
 // together in a buffer of its own, which is free again: the main loop has a __syncwarp in every k-block.
@@ -6,12 +6,12 @@
 // Rows lane / 4 and + 8 of the warp's 16 tokens. Columns of a 64-wide chunk are gate and up in alternating groups of 8:
 // registers 8i .. 8i+3 are gate and 8i+4 .. 8i+7 up of two channels, for the two rows.
 template <u32 N>
-DEVICE void store_mid(const Params& p, Smem& smem, const Task& task, const Share& share, const u32* pairs,
-                      float (&sums)[kNumRowBlocks][N / 2]) {
+DEVICE void store_mid_rows(const Params& p, Smem& smem, const Task& task, const Share& share, const u32* pairs,
+                           float (&sums)[kShareBlocks<true>][N / 2]) {
     const u32 lane = lane_idx();
     float amax[2] = {};
 #pragma unroll
-    for (u32 m = 0; m < kNumRowBlocks; ++m) {
+    for (u32 m = 0; m < kShareBlocks<true>; ++m) {
 #pragma unroll
         for (u32 i = 0; i < N / 2; i += 8) {
 #pragma unroll
@@ -40,7 +40,7 @@ DEVICE void store_mid(const Params& p, Smem& smem, const Task& task, const Share
     // 2k + 1 of 8 channels, so each of its 16-byte rows is 16 channels in an order that two permutations undo.
     u8* buffer = smem.transpose[share.group * 4 + share.warp];
 #pragma unroll
-    for (u32 m = 0; m < kNumRowBlocks; ++m) {
+    for (u32 m = 0; m < kShareBlocks<true>; ++m) {
         u32 matrices[4];
 #pragma unroll
         for (u32 half = 0; half < 2; ++half) {
@@ -68,8 +68,8 @@ DEVICE void store_mid(const Params& p, Smem& smem, const Task& task, const Share
 }
 
 template <u32 N>
-DEVICE void store_slices(const Params& p, Smem& smem, const Task& task, const Share& share, const u32* pairs,
-                         const float (&sums)[kNumRowBlocks][N / 2]) {
+DEVICE void store_slices_rows(const Params& p, Smem& smem, const Task& task, const Share& share, const u32* pairs,
+                              const float (&sums)[kShareBlocks<true>][N / 2]) {
     const u32 lane = lane_idx();
     u8* buffer = smem.transpose[share.group * 4 + share.warp];
     // Lane l stores 8 channels of rows l / 8, + 4, + 8 and + 12.
@@ -80,7 +80,7 @@ DEVICE void store_slices(const Params& p, Smem& smem, const Task& task, const Sh
         rows[i] = token < share.num_tokens ? p.slices + u64(pairs[token]) * kHidden + lane % 8 * 8 : nullptr;
     }
 #pragma unroll
-    for (u32 m = 0; m < kNumRowBlocks; ++m) {
+    for (u32 m = 0; m < kShareBlocks<true>; ++m) {
         // Matrix (j, half) is 8 tokens by the 8 channels of group j.
 #pragma unroll
         for (u32 j = 0; j < N / 8; j += 2) {
