@@ -216,11 +216,11 @@ class MegaMoePlan(Plan):
 
     @property
     def parts_shape(self) -> tuple[int, ...]:
-        """Decode: sums of tiles in parts, by part and as math's threads hold them. At most half as
-        many tiles as blocks are in parts, and then no more parts than blocks.
+        """Decode: sums of tiles in parts, by GEMM, part, and as math's threads hold them. At most half
+        as many tiles as blocks are in parts, and then no more parts than blocks.
         """
         blocks = 0 if self.split_tokens else self.max_blocks
-        return blocks, self.block_rows * self.block_tokens
+        return 2, blocks, self.block_rows * self.block_tokens
 
     def trace_rings(self, num_blocks: int) -> Region:
         """A traced kernel's stamps, of 4 words, by block and warp: templates/device/stamps.cuh."""

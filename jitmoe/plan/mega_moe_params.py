@@ -27,7 +27,7 @@ def params(trace: bool) -> tuple[Param, ...]:
         Param("mid", "u8*", "scratch"),
         Param("mid_scale", "float*", "scratch, [group][row]"),
         Param("slices", "u16*", "scratch, [num_tokens, top_k, hidden] bf16"),
-        Param("parts", "float*", "scratch, decode: [part][tile's sums]"),
+        Param("parts", "float*", "scratch, decode: [GEMM][part][tile's sums]"),
         *([Param("trace", "uint4*", "scratch, [block][warp][stamp]")] if trace else []),
         Param("header", "u32*", "control"),
         Param("banks", "u32*", "control"),

@@ -10,7 +10,9 @@ DEVICE bool join_parts(const Params& p, Smem& smem, const Head& head, const Task
     const u32 parts = num_parts(smem, task.phase);
     const u32 tile = task.block * (task.phase == kGemm1 ? kNumTiles1 : kNumTiles2) + task.tile;
     constexpr u32 kThreads = kNumMathWarps * kWarpThreads;
-    float4* first = reinterpret_cast<float4*>(p.parts) + u64(tile * parts) * (kPartSums / 4 * kThreads) + thread_idx() -
+    // GEMM 2 may begin while parts of GEMM 1 are yet to be added up: each has places of its own.
+    const u32 place = task.phase * kMaxBlocks + tile * parts;
+    float4* first = reinterpret_cast<float4*>(p.parts) + u64(place) * (kPartSums / 4 * kThreads) + thread_idx() -
                     kMathWarpBegin * kWarpThreads;
     // Part i runs from num_k * i / parts on.
     float4* mine = first + u64(ceil_div(task.k_begin * parts, num_k)) * (kPartSums / 4 * kThreads);

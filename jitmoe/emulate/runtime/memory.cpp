@@ -41,8 +41,14 @@ std::string address_name(const void* pointer) {
     if (const Region* region = find_region(pointer)) {
         const u64 offset = static_cast<const u8*>(pointer) - region->begin;
         std::snprintf(text, sizeof text, "%s + %llu bytes", region->name.c_str(), offset);
-    } else {
-        std::snprintf(text, sizeof text, "address %p", pointer);
+        return text;
+    }
+    std::snprintf(text, sizeof text, "address %p", pointer);
+    for (const Region& region : machine.regions) {  // each has a guard page on either side
+        const i64 offset = static_cast<const u8*>(pointer) - region.begin;
+        if (offset < -4096 || offset >= i64(region.num_bytes) + 4096) continue;
+        std::snprintf(text, sizeof text, "byte %lld of %s, which has %llu", offset, region.name.c_str(),
+                      region.num_bytes);
     }
     return text;
 }
