@@ -26,7 +26,7 @@ import numpy as np
 
 from jitmoe import fp8, reference
 from jitmoe.emulate.compile import HostCompileError, build
-from jitmoe.emulate.mega_moe import EmulatedLayer
+from jitmoe.emulate.mega_moe import Call, EmulatedLayer
 from jitmoe.emulate.run import EmulationError
 from jitmoe.jit.render import render
 from jitmoe.plan.gpu import GPUS
@@ -38,10 +38,13 @@ from jitmoe.plan.problem import MoeProblem
 SYNCHRONISING = (
     r"sync_(?:block|warp|share|grid|named)|fence_(?:async_shared|async_global|barrier_init)|"
     r"arrive(?:_expect_bytes|_after_copies)?|wait_(?:barrier|in_flight|until|for_\w+)|"
-    r"end_head|publish_mid|free_task|wgmma_(?:fence|commit|wait)"
+    r"end_head|publish_(?:mid|first)|free_task|wgmma_(?:fence|commit|wait)|fence_gpu|"
+    r"start_next_launch|clear_other_bank|drop_preloaded|fetch_add_shared|store_\w+_gpu"
 )
 REPLACEMENTS = (
     (r"load_acquire_gpu\(", "load_relaxed_gpu("),
+    (r"load_relaxed_gpu\(", "*("),
+    (r"store_release_gpu\(", "store_relaxed_gpu("),
     (r"add_release_gpu\(", "fetch_add_relaxed_gpu("),
     (r"fetch_add_acq_rel_gpu\(", "fetch_add_relaxed_gpu("),
     (r"arrive_expect_bytes\((\w+), [^;]*\);", r"arrive(\1);"),
@@ -50,13 +53,25 @@ REPLACEMENTS = (
     (r"\.parity\(\)", ".empty_parity()"),
     (r"\.empty_parity\(\)", ".parity()"),
     (r"swizzle_128\((\w+), (\w+)\)", r"(\1 * 128 + \2 * 16)"),
-    (r"head\.parity ^ 1", "head.parity"),
-    (r"amax_parity \^= 1", "amax_parity ^= 0"),
+    (r"parity \^ 1", "parity"),
+    (r"wanted_parity \^= 1", "wanted_parity ^= 0"),
+    (r"is_stale \|=", "is_stale ="),
+    (r"is_mine \?", "true ?"),
+    (r"&& take_first_task\([^()]*\)", "&& true"),
+    (r"k \* \(part \+ 1\) / parts", "k"),
 )
 # Terms of addresses and coordinates; each becomes 0.
 TERMS = (
     r"descriptor_step\([^()]*\)",
     r"\bk \* kBlockK",
+    r"k \* part / parts",
+    r"\btask\.k_begin\b",
+    r"u64\(tile \* parts\)",
+    r"task\.phase \* kMaxBlocks",
+    r"(?<=kMaxBlocks \+ )tile\b",
+    r"block \* p\.first_stride",
+    r"(?<=kBankFirst \+ )block\b",
+    r"num_blocks\(\)(?= \+ fetch_add)",
     r"u64\(k\) \* [\w.]+",
     r"task\.tile \* (?:\([^()]*\)|\w+)",
     r"u64\(task\.tile\) \* [\w.]+",
@@ -121,26 +136,42 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel and the launches that it is tried with: numbers of tokens, one after another."""
+    """A kernel and the launches that it is tried with: numbers of tokens, one after another.
+
+    overlap      they are launches of one stream, and inputs of some arrive late
+    small_parts  tiles come in parts of one k-block, so that small layers have some
+    """
 
     plan: MegaMoePlan
     token_counts: tuple[int, ...]
     routing: str
+    num_blocks: int = 2
+    overlap: bool = False
+    small_parts: bool = False
 
 
 def _case(bucket: str, sizes: tuple[int, ...], tokens, routing="unused", **changes) -> Case:
+    options = {n: changes.pop(n) for n in ("num_blocks", "overlap", "small_parts") if n in changes}
     plan = plans_of_model(MoeProblem(1, *sizes), GPUS["h200"])[bucket]
-    return Case(dataclasses.replace(plan, **changes), tokens, routing)
+    return Case(dataclasses.replace(plan, num_stages=3, **changes), tokens, routing, **options)
 
 
 # More than 384 pairs to sort locally, so that a warp takes several times 32; more than 32 experts,
 # so that several warps and several lanes share the work on them; k-blocks for the unrolled loop and
-# a remainder; more pairs than a block of a prefill launch sorts at a time.
+# a remainder; more pairs than a block of a prefill launch sorts at a time; ids that several lanes
+# compare with those sorted early; tiles of both GEMMs in parts, not all of one size.
 CASES = (
-    _case("decode", (384, 208, 40, 3), (140, 9), num_stages=3),
-    _case("prefill", (640, 384, 4, 2), (200, 40), num_stages=3),
-    _case("decode", (256, 208, 40, 2), (150,), "hot_expert", num_local_pairs=2, num_stages=3),
-    _case("prefill", (128, 48, 40, 32), (300,), "hot_expert", num_stages=3),
+    _case("decode", (384, 208, 40, 3), (140, 9)),
+    _case("decode", (384, 208, 40, 3), (9, 50, 3, 6), num_blocks=3, overlap=True),
+    _case(
+        *("decode", (512, 256, 8, 2), (5, 20, 3, 12), "one_expert"),
+        **{"num_blocks": 6, "overlap": True, "small_parts": True},
+    ),
+    _case("prefill", (640, 384, 4, 2), (200, 40)),
+    _case("decode", (256, 208, 40, 2), (150,), "hot_expert", num_local_pairs=2),
+    _case("prefill", (128, 48, 40, 32), (300,), "hot_expert"),
+    _case("decode", (256, 208, 40, 2), (9, 3, 20), num_local_pairs=2, overlap=True),
+    _case("prefill", (640, 384, 4, 2), (5, 40, 9), overlap=True),
 )
 
 
@@ -186,7 +217,11 @@ def _end_of_call(code: str, at: int) -> int:
 
 @cache
 def rendered(case: Case) -> str:
-    return render(case.plan, layer="emulated")
+    text = render(case.plan, layer="emulated")
+    if case.small_parts:
+        assert text.count("kLeast = 16;") == 1
+        text = text.replace("kLeast = 16;", "kLeast = 1; ")  # mutants are found by their positions
+    return text
 
 
 def all_mutants() -> list[Mutant]:
@@ -217,22 +252,58 @@ def launch_of(case: Case, num_tokens: int) -> tuple[reference.Tokens, np.ndarray
     return tokens, reference.mega_moe(*inputs, requantize=True)
 
 
+def outputs(emulated: EmulatedLayer, case: Case, seed: int) -> Iterator[np.ndarray]:
+    """y of every launch of the case, under the schedule of `seed`."""
+    calls = []
+    for number, num_tokens in enumerate(case.token_counts):
+        tokens, _ = launch_of(case, num_tokens)
+        is_bf16 = (number + seed) % 3 == 2 if case.overlap else seed % 2
+        x = fp8.encode_bf16(tokens.x) if is_bf16 else fp8.quantize_tokens(tokens.x)
+        calls.append(Call(x, tokens.topk_ids, tokens.topk_weights))
+    if not case.overlap:
+        for call in calls:
+            yield emulated(*call[:3], seed=seed, timeout_s=120)
+        return
+    rng = np.random.default_rng(seed)
+    calls = [
+        late_call(call, case.plan.num_experts, rng) if (number + seed // 3) % 2 else call
+        for number, call in enumerate(calls)
+    ]
+    yield from emulated.run_in_stream(calls, seed=seed, timeout_s=120)
+
+
+def late_call(call: Call, num_experts: int, rng: np.random.Generator) -> Call:
+    """Its inputs arrive late: before, one id is another, or all are, and the rest is NaN."""
+    x, ids, weights = call[:3]
+    parts = dict(zip(("x", "x_scale"), x if isinstance(x, tuple) else (x,), strict=False))
+    late = parts | {"topk_ids": ids, "topk_weights": weights}
+    early = {name: np.full_like(part.view(np.uint8), 0xFF) for name, part in late.items()}
+    early = {name: part.view(late[name].dtype) for name, part in early.items()}
+    if rng.integers(2):
+        ids = rng.integers(-1, num_experts + 1, ids.shape).astype(ids.dtype)
+    else:
+        ids = ids.copy()
+        ids.flat[rng.integers(ids.size)] = rng.integers(num_experts)
+    x = tuple(early[name] for name in parts) if isinstance(x, tuple) else early["x"]
+    return Call(x, ids, early["topk_weights"], late)
+
+
 def run(case: Case, text: str, seeds: int) -> str | None:
     """How the kernel in `text` fails in this case: a line; None if it does not."""
     executable = build(text, case.plan.name, checked=True)
     for seed in range(seeds):
-        emulated = EmulatedLayer(case.plan, layer_of(case), max(case.token_counts), num_blocks=2)
+        emulated = EmulatedLayer(
+            case.plan, layer_of(case), max(case.token_counts), num_blocks=case.num_blocks
+        )
         emulated.executable = executable
-        for num_tokens in case.token_counts:
-            tokens, expected = launch_of(case, num_tokens)
-            x = fp8.encode_bf16(tokens.x) if seed % 2 else fp8.quantize_tokens(tokens.x)
-            try:
-                y = emulated(x, tokens.topk_ids, tokens.topk_weights, seed=seed, timeout_s=120)
-            except EmulationError as error:
-                return str(error).splitlines()[0]
-            error = reference.relative_error(y, expected)
-            if not error < 4e-3 or reference.worst_element(y, expected) > 0.06:
-                return f"wrong result, relative error {error:.1e}"
+        try:
+            for num_tokens, y in zip(case.token_counts, outputs(emulated, case, seed), strict=True):
+                _, expected = launch_of(case, num_tokens)
+                error = reference.relative_error(y, expected)
+                if not error < 4e-3 or reference.worst_element(y, expected) > 0.06:
+                    return f"wrong result, relative error {error:.1e}"
+        except EmulationError as error:
+            return str(error).splitlines()[0]
     return None
 
 
