@@ -96,3 +96,17 @@ def test_tiles_in_parts(sizes, checked):
         ys = [emulated(*call[:3], seed=seed) for seed in range(1 if checked else 3)]
         assert_right(ys[0], expected)
         assert all((y == ys[0]).all() for y in ys)
+
+
+def test_both_gemms_in_parts():
+    """GEMM 2 of one expert begins while parts of the other's GEMM 1 wait to be added up."""
+    emulated = make((256, 512, 2, 2), max_tokens=4, num_blocks=16)
+    text = render(emulated.plan, layer="emulated")
+    assert text.count("kLeast = 16;") == 1
+    text = text.replace("kLeast = 16;", "kLeast = 1;")
+    emulated.executable = build(text, emulated.plan.name, checked=False)
+    for seed in range(40):
+        drawn = [random_call(emulated, 1, 10 * seed + i) for i in range(4)]
+        ys = emulated.run_in_stream([call for call, _ in drawn], seed=seed)
+        for y, (_, expected) in zip(ys, drawn, strict=True):
+            assert_right(y, expected)
