@@ -216,8 +216,9 @@ class MegaMoePlan(Plan):
 
     @property
     def parts_shape(self) -> tuple[int, ...]:
-        """Decode: sums of tiles in parts, by GEMM, part, and as math's threads hold them. At most half
-        as many tiles as blocks are in parts, and then no more parts than blocks.
+        """Decode: sums of tiles in parts, by GEMM, part, and as math's threads hold them.
+
+        At most half as many tiles as blocks are in parts, and then no more parts than blocks.
         """
         blocks = 0 if self.split_tokens else self.max_blocks
         return 2, blocks, self.block_rows * self.block_tokens
