@@ -16,11 +16,11 @@ DEVICE void load_weights(const Params& p, Smem& smem, const Task& task, u32 k, u
 constexpr u32 kPreloaded = 3;
 
 // The first tiles of the CTA's first task into the ring, on barriers of their own: the head does it as soon as it knows
-// the experts' blocks. One lane.
+// the experts' blocks. Of GEMM 1 alone: a task of GEMM 2 may have to let an orphan go first. One lane.
 DEVICE void preload_weights(const Params& p, Smem& smem) {
     const u32 index = smem.first[kFirstTask];
     u32 num = 0;
-    if (index < num_tasks(smem, kGemm1) + num_tasks(smem, kGemm2)) {
+    if (index < num_tasks(smem, kGemm1)) {
         const Task task = decode_task(smem, index);
         num = min_of(kPreloaded, task.k_end - task.k_begin);
         for (u32 i = 0; i < num; ++i) load_weights(p, smem, task, task.k_begin + i, i, &smem.preloaded[i]);
