@@ -109,6 +109,8 @@ EQUIVALENT = {
     "the loop behind it waits for the same stage",
     "roles/routing.cuh: without start_next_launch();": "the next launch starts when this one has "
     "ended: only later",
+    "roles/schedule.cuh: without wait_barrier(p, kWaitTaskWanted, smem.task_wanted, 0, "
+    "wanted_parity);": "tasks are claimed as soon as a slot is free: only earlier",
     "roles/routing.cuh: load_relaxed_gpu( -> *(": "behind the grid barrier a plain load will do",
 }
 # Mutants that no schedule so far has shown to be wrong: why.
@@ -183,6 +185,8 @@ CASES = (
         *("decode", (512, 256, 8, 2), (5, 12, 3), "one_expert"),
         **{"num_blocks": 6, "overlap": True, "small_parts": True},
     ),
+    # A block that comes to its first task when others have taken it as an orphan.
+    _case("decode", (128, 48, 8, 2), (2, 2, 3), num_blocks=4, overlap=True, schedules=2),
     # A warp that has fallen behind by a whole grid barrier.
     _case("decode", (128, 48, 100, 2), (8,), num_local_pairs=2, num_blocks=3, schedules=4),
 )
