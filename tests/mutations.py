@@ -113,6 +113,7 @@ EQUIVALENT = {
     "wanted_parity);": "tasks are claimed as soon as a slot is free: only earlier",
     "roles/schedule.cuh: k * (part + 1) / parts -> k": "the first part is the whole tile then, "
     "which finishes it, and the others' sums are never joined",
+    "roles/feed.cuh: task.k_begin -> 0": "prefill has no parts: it is 0",
     "roles/routing.cuh: load_relaxed_gpu( -> *(": "behind the grid barrier a plain load will do",
 }
 # Mutants that no schedule so far has shown to be wrong: why.
