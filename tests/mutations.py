@@ -107,7 +107,7 @@ _MUTABLE = re.compile(r"roles/|mega_moe\.cu\.jinja$")
 EQUIVALENT = {
     "roles/math.cuh: without wait_for_stage(p, smem, ring); #2": "is in traced kernels only, and "
     "the loop behind it waits for the same stage",
-    "roles/routing.cuh: without start_next_launch();": "the next launch starts when this one has "
+    "roles/bank.cuh: without start_next_launch();": "the next launch starts when this one has "
     "ended: only later",
     "roles/schedule.cuh: without wait_barrier(p, kWaitTaskWanted, smem.task_wanted, 0, "
     "wanted_parity);": "tasks are claimed as soon as a slot is free: only earlier",
@@ -118,7 +118,7 @@ EQUIVALENT = {
 }
 # Mutants that no schedule so far has shown to be wrong: why.
 UNSEEN = {
-    "roles/routing.cuh: without fence_gpu();": "orders a store against the start of the next "
+    "roles/bank.cuh: without fence_gpu();": "orders a store against the start of the next "
     "launch, which is no operation on memory: nothing is to be done in the emulator",
 }
 

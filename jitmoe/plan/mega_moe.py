@@ -230,7 +230,7 @@ class MegaMoePlan(Plan):
 
     def bank_words(self, num_tokens: int) -> int:
         """32-bit words of one bank of counters; the header is described in
-        templates/roles/routing.cuh.
+        templates/roles/bank.cuh.
         """
         max_blocks = ceil_div(num_tokens * self.top_k, self.block_tokens) + self.num_experts
         return align(128 + 3 * self.max_blocks + self.num_experts + max_blocks, 32)

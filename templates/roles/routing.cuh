@@ -1,37 +1,9 @@
-// The head's common parts. It is run by every warp before the roles part: sort the routed pairs by expert, clear what
-// no expert writes, bring the tokens into the form the bucket reads (head_decode, head_prefill). A pair is token *
-// top_k + slot; a row is a pair's position after sorting; experts own ranges of rows (Smem::row_start, row_end) and of
-// blocks of kBlockTokens rows (Smem::block_start).
-
-// Words of one bank of counters. Launches alternate between two banks and each zeroes the other's, so nothing needs a
-// memset between launches. Counters that many CTAs poll or add to have 128 bytes of their own.
-constexpr u32 kBankTask = 0;                              // tasks claimed beyond the first of every CTA
-constexpr u32 kBankBarrier = 32;                          // CTAs at the grid barrier
-constexpr u32 kBankHead = 64;                             // CTAs that finished the head
-constexpr u32 kBankStarted = 96;                          // CTAs that run
-constexpr u32 kBankFirst = 128;                           // claims of the first task of each CTA
-constexpr u32 kBankParts = kBankFirst + kMaxBlocks;       // parts finished of a tile, by GEMM
-constexpr u32 kBankCounts = kBankParts + 2 * kMaxBlocks;  // rows of each expert
-constexpr u32 kBankBlocks = kBankCounts + kNumExperts;    // GEMM 1 tiles finished, by block
-
-// Words of Smem::first.
-constexpr u32 kFirstParity = 0;     // of the launch
-constexpr u32 kFirstTask = 1;       // of the CTA
-constexpr u32 kFirstPreloaded = 2;  // weight tiles of it that are on their way
-constexpr u32 kIsLastPart = 3;      // between math warps: parts.cuh
-
-struct Head {
-    u32 parity;  // of the launch: which bank it counts in
-    bool local;  // rows are sorted in shared memory, by every CTA for itself
-    bool alone;  // and no CTA waits for the heads of all
-};
+// The head's common parts. It is run by every warp before the roles part: sort the routed pairs by expert, and bring
+// the tokens into the form the bucket reads (head_decode, head_prefill). A pair is token * top_k + slot; a row is a
+// pair's position after sorting; experts own ranges of rows (Smem::row_start, row_end) and of blocks of kBlockTokens
+// rows (Smem::block_start).
 
 DEVICE u32 pair_of_row(const Params& p, const Smem& smem, const Head& head, u32 row);  // head_decode, head_prefill
-
-// Worked out where needed: a pointer held through a role costs registers.
-DEVICE u32* counter(const Params& p, const Head& head, u32 word) {
-    return p.banks + u64(head.parity) * p.bank_words + word;
-}
 
 DEVICE u32 expert_of_pair(const Params& p, u64 pair) {
     // An id outside [0, kNumExperts) marks an unused slot; as unsigned it is never below kNumExperts.
@@ -144,67 +116,4 @@ DEVICE void reserve_rows(const Params& p, Smem& smem, const Head& head, u32 begi
     sync_block();
     for (u32 e = thread_idx(); e < kNumExperts; e += kNumThreads) next[e] += smem.row_start[e];
     sync_block();
-}
-
-// Tasks beyond the first of every CTA.
-DEVICE u32 claim(const Params& p, const Head& head) {
-    return num_blocks() + fetch_add_relaxed_gpu(counter(p, head, kBankTask), 1);
-}
-
-// The first task of a CTA. CTAs with neighbouring numbers share ways to memory: few tasks go to CTAs far apart.
-DEVICE u32 first_task(const Params& p, u32 block) { return block * p.first_stride % num_blocks(); }
-
-// True once for each CTA's first task: mostly the CTA itself takes it.
-DEVICE bool take_first_task(const Params& p, const Head& head, u32 block) {
-    return fetch_add_relaxed_gpu(counter(p, head, kBankFirst + block), 1) == 0;
-}
-
-// What one lane fetches at the start and publishes later: round trips that pass while others read and sort the ids. It
-// is of the last of the warps that sort: the least likely to have ids.
-constexpr u32 kFirstThread = (kMathWarpBegin + 3) * kWarpThreads;
-
-struct First {
-    u32 parity, task;
-};
-
-// The launch before may not be over, but its CTAs have ended their heads: the parity is turned and the bank is clear.
-// Pairs with end_head.
-DEVICE First begin_head(const Params& p) {
-    if (thread_idx() != kFirstThread) return {};
-    const Head head{load_acquire_gpu(p.header + kHeaderParity) & 1};
-    const bool is_mine = take_first_task(p, head, block_idx());
-    fetch_add_relaxed_gpu(counter(p, head, kBankStarted), 1);  // pairs with has_started
-    return {head.parity, is_mine ? first_task(p, block_idx()) : claim(p, head)};
-}
-
-// Before a CTA barrier.
-DEVICE void publish_first(Smem& smem, const First& first) {
-    if (thread_idx() != kFirstThread) return;
-    smem.first[kFirstParity] = first.parity;
-    smem.first[kFirstTask] = first.task;
-    smem.first[kFirstPreloaded] = 0;
-}
-
-// The other bank served the previous launch, which must be over.
-DEVICE void clear_other_bank(const Params& p, u32 parity) {
-    u32* other = p.banks + u64(parity ^ 1) * p.bank_words;
-    for (u32 i = block_idx() * kNumThreads + thread_idx(); i < p.bank_words; i += num_blocks() * kNumThreads) {
-        other[i] = 0;
-    }
-}
-
-// One thread, after a CTA barrier. Pairs with begin_head and wait_for_head. The last CTA to come has seen every CTA
-// read the parity and turns it. Then the next launch may start.
-DEVICE void end_head(const Params& p, const Head& head) {
-    if (fetch_add_acq_rel_gpu(counter(p, head, kBankHead), 1) == num_blocks() - 1) {
-        store_release_gpu(p.header + kHeaderParity, head.parity ^ 1);
-        fence_gpu();  // it is done when the next launch starts
-    }
-    start_next_launch();
-}
-
-// Until every CTA has sorted its share of the pairs and brought in its share of the tokens. Pairs with end_head.
-DEVICE void wait_for_head(const Params& p, const Head& head) {
-    const u32 expected = num_blocks();
-    wait_until(p, kWaitHead, 0, expected, [&] { return load_acquire_gpu(counter(p, head, kBankHead)) == expected; });
 }

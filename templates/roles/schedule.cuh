@@ -79,24 +79,6 @@ DEVICE void clear_unrouted_tokens(const Params& p) {
     }
 }
 
-// GEMM 2 waits for GEMM 1, so whoever comes to it first takes over what CTAs that do not run have left of GEMM 1: a
-// launch needs no more than one CTA at a time. CTAs that start late have their time: they are a few microseconds behind
-// unless other kernels hold their SMs.
-DEVICE bool has_started(const Params& p, const Head& head) {
-    constexpr u32 kPatienceUs = 20;
-    const u32 begin = global_timer_us();
-    while (load_relaxed_gpu(counter(p, head, kBankStarted)) < num_blocks()) {
-        if (global_timer_us() - begin > kPatienceUs) return false;
-    }
-    return true;
-}
-
-// The next CTA, from `block` on, whose first task is of GEMM 1 and nobody's: now it is the caller's. One lane.
-DEVICE u32 find_orphan(const Params& p, const Head& head, u32 block, u32 num_tasks_1) {
-    while (block < num_blocks() && !(first_task(p, block) < num_tasks_1 && take_first_task(p, head, block))) ++block;
-    return block;
-}
-
 DEVICE void role_schedule(const Params& p, Smem& smem, const Head& head) {
     const u32 lane = lane_idx();
     const u32 num_tasks_1 = num_tasks(smem, kGemm1), end = num_tasks_1 + num_tasks(smem, kGemm2);

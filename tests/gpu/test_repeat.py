@@ -146,7 +146,7 @@ def test_timeout_is_an_error_and_reset_recovers(make_layer, make_call, num_token
     ((plan, (capacity, control)),) = workspace._controls.items()
     words = plan.bank_words(capacity)
     banks = control[plan.control(capacity).offsets["banks"] :].view(cupy.uint32)
-    # kBankBlocks of templates/roles/routing.cuh
+    # kBankBlocks of templates/roles/bank.cuh
     block_counters = 128 + 3 * plan.max_blocks + plan.num_experts
     for bank in (0, 1):
         banks[bank * words + block_counters : (bank + 1) * words] = 7
