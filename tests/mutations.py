@@ -120,6 +120,9 @@ EQUIVALENT = {
 UNSEEN = {
     "roles/bank.cuh: without fence_gpu();": "orders a store against the start of the next "
     "launch, which is no operation on memory: nothing is to be done in the emulator",
+    "roles/bank.cuh: is_mine ? -> true ?": "needs a block that starts after another has come to "
+    "GEMM 2 and taken its task; one schedule of some tens had it, as a race on mid",
+    "roles/bank.cuh: && take_first_task(p, head, block) -> && true": "the same",
 }
 
 
