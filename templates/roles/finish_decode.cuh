@@ -8,7 +8,7 @@ DEVICE void publish_mid(const Params& p, const Head& head, const Task& task, con
     if (is_leader) add_release_gpu(counter(p, head, kBankBlocks + task.block), 1);  // pairs with wait_for_mid
 }
 
-// After store_slices. Lanes count deliveries for a token each; then the warp sums the complete ones together.
+// After store_slices_columns. Lanes count deliveries for a token each; then the warp sums the complete ones together.
 DEVICE void combine_tokens(const Params& p, const Task& task, const Share& share, const u32* pairs,
                            const u32* used_of_row) {
     sync_math();

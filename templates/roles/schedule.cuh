@@ -90,8 +90,9 @@ DEVICE void role_schedule(const Params& p, Smem& smem, const Head& head) {
     for (u32 next = smem.first[kFirstTask];;) {
         u32 index = next;
         if (next >= num_tasks_1 && next < end && orphan < num_blocks()) {
-            if (lane == 0)
+            if (lane == 0) {
                 orphan = orphan == 0 && has_started(p, head) ? num_blocks() : find_orphan(p, head, orphan, num_tasks_1);
+            }
             orphan = __shfl_sync(kFullMask, orphan, 0);
             if (orphan < num_blocks()) index = first_task(p, orphan++);
         }
