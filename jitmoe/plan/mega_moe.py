@@ -19,9 +19,9 @@ class MegaMoePlan(Plan):
 
     decode   weights are the 64-row operand of the tensor cores, tokens its 8 to 64 columns; the two
              math warpgroups split the rows. Token rows are gathered where they lie.
-    prefill  tokens are the 64-row operand; each warpgroup takes 64 tokens of its own. Tiles of up to
-             64 tokens are done as in decode. Token rows are first copied into a pool, sorted by
-             expert, which TMA reads.
+    prefill  tokens are the 64-row operand; each warpgroup takes 64 tokens of its own. Tiles of
+             up to 64 tokens are done as in decode. Token rows are first copied into a pool, sorted
+             by expert, which TMA reads.
 
     With `trace`, every warp stamps what it does and when into a ring of global memory.
     """
