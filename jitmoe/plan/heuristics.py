@@ -58,7 +58,7 @@ def choose(problem: MoeProblem, gpu: GpuSpec) -> MegaMoePlan:
     for num_stages in range(MAX_STAGES[name], 2, -1):
         # What else shrinks before the ring does. Prefill's deliver warp holds a task slot for
         # longer: 3 beat 2 by 0.6 to 3 % at 8192 tokens.
-        sizes = ((2048, 2), (1024, 2), (512, 2)) if name == "decode" else ((0, 3), (0, 2))
+        sizes = ((4096, 2), (2048, 2), (1024, 2), (512, 2)) if name == "decode" else ((0, 3), (0, 2))
         for num_local_pairs, num_task_slots in sizes:
             plan = MegaMoePlan(
                 arch=gpu.arch,

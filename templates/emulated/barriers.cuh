@@ -3,7 +3,6 @@
 // Hardware barriers; 0 is left to sync_block.
 enum NamedBarrier : u32 {
     kMathBarrier = 1,  // all math warps, or warpgroup w of them at kMathBarrier + w
-    kSortBarrier = 3,  // the warps that sort, in the head
 };
 
 DEVICE void sync_block() { emu::sync_block(); }

@@ -61,8 +61,8 @@ DEVICE u32 find_orphan(const Params& p, const Head& head, u32 block, u32 num_tas
 }
 
 // What one lane fetches at the start and publishes later: round trips that pass while others read and sort the ids. It
-// is of the last of the warps that sort: the least likely to have ids.
-constexpr u32 kFirstThread = (kMathWarpBegin + 3) * kWarpThreads;
+// is of the last warp that sorts: the least likely to have ids.
+constexpr u32 kFirstThread = (kMathWarpBegin + kNumMathWarps - 1) * kWarpThreads;
 
 struct First {
     u32 parity, task;

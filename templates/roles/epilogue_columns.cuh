@@ -33,27 +33,27 @@ DEVICE void reduce_amax(Smem& smem, const Share& share, float (&amax)[N / 4]) {
 
 // The router weight rides on the scale: a factor of the whole row, exact but for one rounding.
 template <u32 N>
-DEVICE void store_mid_scales(const Params& p, const Task& task, const Share& share, const u32* pairs,
-                             const float (&amax)[N / 4]) {
+DEVICE void store_mid_scales(const Params& p, const Task& task, const Share& share,
+                             const RouterWeights<N, false>& weights, const float (&amax)[N / 4]) {
     if (share.group != 0) return;
     const u32 lane = lane_idx();
 #pragma unroll
     for (u32 j = 0; j < N / 8; ++j) {
-        if (share.warp != j % 4 || lane >= 4) continue;
+        if (share.warp != j % 4) continue;
 #pragma unroll
         for (u32 i = 0; i < 2; ++i) {
-            const u32 token = j * 8 + lane * 2 + i;
-            if (token >= share.num_tokens) continue;
+            const u32 token = j * 8 + lane % 4 * 2 + i;
+            const float weight = __shfl_sync(kFullMask, weights.of[j / 4], token % kWarpThreads);
+            if (lane >= 4 || token >= share.num_tokens) continue;
             const u32 row = task.row_start + token;
-            p.mid_scale[u64(task.tile) * p.row_capacity + row] =
-                quant_scale(amax[2 * j + i]) * router_weight(p, pairs[token]);
+            p.mid_scale[u64(task.tile) * p.row_capacity + row] = quant_scale(amax[2 * j + i]) * weight;
         }
     }
 }
 
 template <u32 N>
-DEVICE void store_mid_columns(const Params& p, Smem& smem, const Task& task, const Share& share, const u32* pairs,
-                              float (&sums)[kShareBlocks<false>][N / 2]) {
+DEVICE void store_mid_columns(const Params& p, Smem& smem, const Task& task, const Share& share,
+                              const RouterWeights<N, false>& weights, float (&sums)[kShareBlocks<false>][N / 2]) {
     const u32 lane = lane_idx();
     float amax[N / 4] = {};
 #pragma unroll
@@ -70,7 +70,7 @@ DEVICE void store_mid_columns(const Params& p, Smem& smem, const Task& task, con
         }
     }
     reduce_amax<N>(smem, share, amax);
-    store_mid_scales<N>(p, task, share, pairs, amax);
+    store_mid_scales<N>(p, task, share, weights, amax);
 #pragma unroll
     for (u32 i = 0; i < N / 4; ++i) amax[i] = quant_factor(amax[i]);
 

@@ -6,8 +6,8 @@
 // Rows lane / 4 and + 8 of the warp's 16 tokens. Columns of a 64-wide chunk are gate and up in alternating groups of 8:
 // registers 8i .. 8i+3 are gate and 8i+4 .. 8i+7 up of two channels, for the two rows.
 template <u32 N>
-DEVICE void store_mid_rows(const Params& p, Smem& smem, const Task& task, const Share& share, const u32* pairs,
-                           float (&sums)[kShareBlocks<true>][N / 2]) {
+DEVICE void store_mid_rows(const Params& p, Smem& smem, const Task& task, const Share& share,
+                           const RouterWeights<N, true>& weights, float (&sums)[kShareBlocks<true>][N / 2]) {
     const u32 lane = lane_idx();
     float amax[2] = {};
 #pragma unroll
@@ -30,8 +30,7 @@ DEVICE void store_mid_rows(const Params& p, Smem& smem, const Task& task, const 
         if (lane % 4 == 0 && token < share.num_tokens) {
             // The router weight rides on the scale: a factor of the whole row, exact but for one rounding.
             const u32 row = task.row_start + share.first_token + token;
-            p.mid_scale[u64(task.tile) * p.row_capacity + row] =
-                quant_scale(amax[half]) * router_weight(p, pairs[token]);
+            p.mid_scale[u64(task.tile) * p.row_capacity + row] = quant_scale(amax[half]) * weights.of[half];
         }
         amax[half] = quant_factor(amax[half]);
     }

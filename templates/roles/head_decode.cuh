@@ -24,8 +24,12 @@ DEVICE void quantize_tokens(const Params& p) {
     }
 }
 
-constexpr u32 kSortWarps = kMathWarpBegin + 4;  // the others wait for the previous launch
+// The math warps sort; the others wait for the previous launch.
+constexpr u32 kSortWarps = kNumMathWarps;
 constexpr u32 kSortThreads = kSortWarps * kWarpThreads;
+
+DEVICE u32 sort_warp() { return warp_idx() - kMathWarpBegin; }
+DEVICE u32 sort_thread() { return thread_idx() - kMathWarpBegin * kWarpThreads; }
 
 // Past the SM's cache: until the previous launch is over, ids may be written.
 DEVICE u16 load_expert(const Params& p, u32 pair) {
@@ -61,7 +65,7 @@ struct WarpPairs {
 DEVICE WarpPairs pairs_of_warp(const Params& p) {
     const u32 num_pairs = p.num_tokens * kTopK;
     const u32 share = ceil_div(num_pairs, kSortThreads) * kWarpThreads;
-    const u32 begin = min_of(warp_idx() * share, num_pairs);
+    const u32 begin = min_of(sort_warp() * share, num_pairs);
     return {begin, min_of(begin + share, num_pairs)};
 }
 
@@ -71,16 +75,16 @@ DEVICE WarpPairs pairs_of_warp(const Params& p) {
 // expert.
 DEVICE void count_locally(const Params& p, Smem& smem, LocalSort& sort) {
     const u32 num_pairs = p.num_tokens * kTopK, lanes_before = (1u << lane_idx()) - 1;
-    u16* mine = sort.counts[warp_idx()];
+    u16* mine = sort.counts[sort_warp()];
     Experts<kSortThreads> experts;
-    experts.load(p, thread_idx());
+    experts.load(p, sort_thread());
     for (u32 e = lane_idx(); e < kNumExperts; e += kWarpThreads) mine[e] = 0;
-    if (thread_idx() == 0) sort.is_stale = 0;
+    if (sort_thread() == 0) sort.is_stale = 0;
 #pragma unroll
-    for (u32 n = 0, pair = thread_idx(); n < experts.kNum; ++n, pair += kSortThreads) {
+    for (u32 n = 0, pair = sort_thread(); n < experts.kNum; ++n, pair += kSortThreads) {
         if (pair < num_pairs) sort.experts[pair] = experts.of[n];
     }
-    sync_named(kSortBarrier, kSortThreads);
+    sync_math();
     const WarpPairs pairs = pairs_of_warp(p);
     for (u32 start = pairs.begin; start < pairs.end; start += kWarpThreads) {
         const u32 pair = start + lane_idx();
@@ -89,8 +93,8 @@ DEVICE void count_locally(const Params& p, Smem& smem, LocalSort& sort) {
         if (expert < kNumExperts && (same & lanes_before) == 0) mine[expert] += u16(__popc(same));
         sync_warp();
     }
-    sync_named(kSortBarrier, kSortThreads);
-    for (u32 e = thread_idx(); e < kNumExperts; e += kSortThreads) {
+    sync_math();
+    for (u32 e = sort_thread(); e < kNumExperts; e += kSortThreads) {
         u32 rows = 0;
         for (u32 warp = 0; warp < kSortWarps; ++warp) {
             const u32 warp_rows = sort.counts[warp][e];
@@ -99,13 +103,13 @@ DEVICE void count_locally(const Params& p, Smem& smem, LocalSort& sort) {
         }
         sort.num_rows[e] = u16(rows);
     }
-    sync_named(kSortBarrier, kSortThreads);
-    if (warp_idx() == 0) prefix_sums(smem, sort.num_rows);
+    sync_math();
+    if (sort_warp() == 0) prefix_sums(smem, sort.num_rows);
 }
 
 DEVICE void rank_locally(const Params& p, Smem& smem, LocalSort& sort) {
     const u32 lanes_before = (1u << lane_idx()) - 1;
-    u16* mine = sort.counts[warp_idx()];
+    u16* mine = sort.counts[sort_warp()];
     const WarpPairs pairs = pairs_of_warp(p);
     for (u32 first = pairs.begin; first < pairs.end; first += kWarpThreads) {
         const u32 pair = first + lane_idx();
@@ -128,34 +132,34 @@ DEVICE void sort_early(const Params& p, Smem& smem, bool alone) {
     LocalSort& sort = *reinterpret_cast<LocalSort*>(smem.token_tiles);
     static_assert(sizeof(LocalSort) <= sizeof(Smem::token_tiles), "sorting aliases the token ring");
     constexpr u32 kOthers = kNumThreads - kSortThreads;
-    const bool sorts = warp_idx() < kSortWarps;
+    const bool sorts = warp_idx() >= kMathWarpBegin;
     const First first = begin_head(p);
     Experts<kOthers> now;
     if (sorts) {
         count_locally(p, smem, sort);
         publish_first(smem, first);
-        sync_named(kSortBarrier, kSortThreads);
-        if (alone && thread_idx() == 0) preload_weights(p, smem);
+        sync_math();
+        if (alone && sort_thread() == 0) preload_weights(p, smem);
         rank_locally(p, smem, sort);
     }
     wait_for_previous_launch();
-    if (!sorts) now.load(p, thread_idx() - kSortThreads);
+    if (!sorts) now.load(p, thread_idx());
     sync_block();
     if (!sorts) {
         bool is_stale = false;
 #pragma unroll
-        for (u32 n = 0, pair = thread_idx() - kSortThreads; n < now.kNum; ++n, pair += kOthers) {
+        for (u32 n = 0, pair = thread_idx(); n < now.kNum; ++n, pair += kOthers) {
             is_stale |= pair < p.num_tokens * kTopK && now.of[n] != sort.experts[pair];
         }
         if (is_stale) fetch_add_shared(&sort.is_stale, 1);
     }
     sync_block();
     if (sort.is_stale == 0) return;
-    if (thread_idx() == 0) drop_preloaded(p, smem);
+    if (sorts && sort_thread() == 0) drop_preloaded(p, smem);
     sync_block();
     if (sorts) {
         count_locally(p, smem, sort);
-        sync_named(kSortBarrier, kSortThreads);
+        sync_math();
         rank_locally(p, smem, sort);
     }
 }

@@ -147,6 +147,8 @@ DEVICE bool run_tile(const Params& p, Smem& smem, const Head& head, Ring<kNumSta
                      const Share& share, u32 slot) {
     float sums[kShareBlocks<kTokenRows>][N / 2] = {};
     const Operands at = find_operands<kTokenRows>(smem, task, share);
+    RouterWeights<N, kTokenRows> weights;
+    weights.load(p, task, share, smem.task_rows[slot] + share.first_token);
     u32 k = task.k_end - task.k_begin;
     // Ahead of the loop, so that the event begins with a multiply.
     if constexpr (kTrace) wait_for_stage(p, smem, ring);
@@ -169,13 +171,13 @@ DEVICE bool run_tile(const Params& p, Smem& smem, const Head& head, Ring<kNumSta
     }
     if constexpr (kTokenRows) {
         if (same.phase == kGemm1) {
-            store_mid_rows<N>(p, smem, same, same_share, pairs, sums);
+            store_mid_rows<N>(p, smem, same, same_share, weights, sums);
         } else {
             store_slices_rows<N>(p, smem, same, same_share, pairs, sums);
         }
     } else {
         if (same.phase == kGemm1) {
-            store_mid_columns<N>(p, smem, same, same_share, pairs, sums);
+            store_mid_columns<N>(p, smem, same, same_share, weights, sums);
         } else {
             store_slices_columns<N>(p, smem, same, same_share, pairs, sums);
         }

@@ -33,6 +33,24 @@ DEVICE Share find_share(const Task& task) {
     return {group, warp % 4, group * (kBlockRows / 2), 0, task.num_rows};
 }
 
+// Router weights that this lane keeps over the main loop of GEMM 1, for the epilogue: beside the stream of weights a
+// load takes microseconds. Of tokens lane and lane + 32 as columns, of rows lane / 4 and + 8 of the warp's as rows.
+template <u32 N, bool kTokenRows>
+struct RouterWeights {
+    static constexpr u32 kNum = kTokenRows ? 2 : ceil_div(N, kWarpThreads);
+    float of[kNum] = {};
+
+    DEVICE void load(const Params& p, const Task& task, const Share& share, const u32* pairs) {
+        if (task.phase != kGemm1) return;
+        const u32 first = kTokenRows ? share.warp * 16 + lane_idx() / 4 : lane_idx();
+#pragma unroll
+        for (u32 i = 0; i < kNum; ++i) {
+            const u32 token = first + i * (kTokenRows ? 8 : kWarpThreads);
+            if (token < share.num_tokens) of[i] = router_weight(p, pairs[token]);
+        }
+    }
+};
+
 // All math warps.
 DEVICE void sync_math() { sync_named(kMathBarrier, kNumMathWarps * kWarpThreads); }
 
