@@ -57,7 +57,7 @@ REPLACEMENTS = (
     (r"\.empty_parity\(\)", ".parity()"),
     (r"swizzle_128\((\w+), (\w+)\)", r"(\1 * 128 + \2 * 16)"),
     (r"parity \^ 1", "parity"),
-    (r"wanted_parity \^= 1", "wanted_parity ^= 0"),
+    (r"\) wanted = slot;", ") wanted = wanted;"),
     (r"is_stale \|=", "is_stale ="),
     (r"is_mine \?", "true ?"),
     (r"&& take_first_task\([^()]*\)", "&& true"),
@@ -109,8 +109,8 @@ EQUIVALENT = {
     "the loop behind it waits for the same stage",
     "roles/bank.cuh: without start_next_launch();": "the next launch starts when this one has "
     "ended: only later",
-    "roles/schedule.cuh: without wait_barrier(p, kWaitTaskWanted, smem.task_wanted, 0, "
-    "wanted_parity);": "tasks are claimed as soon as a slot is free: only earlier",
+    "roles/schedule.cuh: without wait_barrier(p, kWaitTaskWanted, &smem.task_wanted[wanted.stage], "
+    "wanted.stage, wanted.parity());": "tasks are claimed as soon as a slot is free: only earlier",
     "roles/schedule.cuh: k * (part + 1) / parts -> k": "the first part is the whole tile then, "
     "which finishes it, and the others' sums are never joined",
     "roles/feed.cuh: task.k_begin -> 0": "prefill has no parts: it is 0",

@@ -75,11 +75,13 @@ class MegaMoePlan(Plan):
         schedule = Role("schedule", 1, regs, "claim tasks, publish them and their token rows")
         gather = Role("gather", self.num_gather_warps, regs, "token rows and scales into the ring")
         feed = Role("feed", 1, regs, "TMA: token tiles and scales into the ring")
-        deliver = Role("deliver", 1, regs, "tell other blocks of tiles, list tokens to combine")
-        jobs = "GEMMs, SwiGLU, re-quantise, combine"
+        jobs = "GEMMs, SwiGLU, re-quantise" + (", combine" if self.split_tokens else "")
         math = Role("math", self.num_math_warps, self.math_regs, jobs)
-        tokens = (feed, deliver) if self.split_tokens else (gather,)
-        return (load, schedule, *tokens, math)
+        if self.split_tokens:
+            deliver = Role("deliver", 1, regs, "tell other blocks of tiles, list tokens to combine")
+            return (load, schedule, feed, deliver, math)
+        deliver = Role("deliver", 4, regs, "tell other blocks of tiles, combine")
+        return (load, schedule, gather, deliver, math)
 
     @property
     def num_k_blocks_1(self) -> int:
@@ -126,10 +128,10 @@ class MegaMoePlan(Plan):
     def smem(self) -> MemoryMap:
         stages, slots, tokens = self.num_stages, self.num_task_slots, self.block_tokens
         experts, math = self.num_experts, self.num_math_warps
-        feeder, others = ("feed", "deliver, math") if self.split_tokens else ("gather", "math")
+        feeder = "feed" if self.split_tokens else "gather"
         to_roles, from_roles = (
-            f"schedule -> load, {feeder}, {others}",
-            f"load, {feeder}, {others} -> schedule",
+            f"schedule -> load, {feeder}, deliver, math",
+            f"load, {feeder}, deliver, math -> schedule",
         )
         weight_tile, token_tile = self.block_rows * self.block_k, tokens * self.block_k
         transpose = 2048 if self.split_tokens else 1024  # 16 rows of 128 bytes; 32 of 2 x 16
@@ -145,18 +147,19 @@ class MegaMoePlan(Plan):
             Region("preloaded", "u64", (stages,), 8, "head -> load"),
             Region("task_full", "u64", (slots,), 8, to_roles),
             Region("task_empty", "u64", (slots,), 8, from_roles),
-            Region("task_wanted", "u64", (1,), 8, "load -> schedule"),
+            Region("task_wanted", "u64", (slots,), 8, "load -> schedule"),
+            Region("stored", "u64", (slots,), 8, "math -> deliver"),
+            Region("is_last_part", "u32", (slots,), 4, "math -> deliver"),
             Region("tasks", "u32", (slots, 8), 16, to_roles),
             Region("task_rows", "u32", (slots, tokens), 16, to_roles),
-            Region("task_used", "u32", (slots, tokens), 16, f"schedule -> {others}"),
-            Region("first", "u32", (4,), 16, "head -> load, schedule"),
+            Region("task_used", "u32", (slots, tokens), 16, "schedule -> deliver"),
+            Region("first", "u32", (3,), 16, "head -> load, schedule"),
             Region("row_start", "u32", (experts + 1,), 4, "head -> load, schedule"),
             Region("row_end", "u32", (experts,), 4, "head -> load, schedule"),
             Region("block_start", "u32", (experts + 1,), 4, "head -> load, schedule"),
         ]
         if self.split_tokens:
             regions += [
-                Region("stored", "u64", (slots,), 8, "math -> deliver"),
                 Region("list_full", "u64", (2,), 8, "deliver -> math"),
                 Region("list_size", "u32", (2,), 4, "deliver -> math"),
                 Region("list_tile", "u32", (2,), 4, "deliver -> math"),

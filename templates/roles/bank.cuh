@@ -16,7 +16,6 @@ constexpr u32 kBankBlocks = kBankCounts + kNumExperts;    // GEMM 1 tiles finish
 constexpr u32 kFirstParity = 0;     // of the launch
 constexpr u32 kFirstTask = 1;       // of the CTA
 constexpr u32 kFirstPreloaded = 2;  // weight tiles of it that are on their way
-constexpr u32 kIsLastPart = 3;      // between math warps: parts.cuh
 
 struct Head {
     u32 parity;  // of the launch: which bank it counts in

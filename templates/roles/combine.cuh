@@ -1,7 +1,8 @@
 // y = sum of a token's slices in slot order, by whoever delivers the last of them: no phase of its own, no grid-wide
 // wait, and the same bits whatever the order of arrival.
 
-constexpr u32 kCombineTokens = 4;  // summed at a time: the loads of their slices are in flight together
+// Tokens summed at a time: the loads of their slices are in flight together.
+constexpr u32 kCombineTokens = kSplitTokens ? 4 : 2;
 
 // Lane l sums 8 channels of every token that has any slot in `used`.
 DEVICE void sum_slices(const Params& p, const u32 (&tokens)[kCombineTokens], const u32 (&used)[kCombineTokens],

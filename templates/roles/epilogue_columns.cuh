@@ -28,7 +28,7 @@ DEVICE void reduce_amax(Smem& smem, const Share& share, float (&amax)[N / 4]) {
             amax[2 * j + 1] = fmaxf(amax[2 * j + 1], other.y);
         }
     }
-    if constexpr (kSplitTokens) sync_math();  // before the next tile's are written; in decode publish_mid has it
+    sync_math();  // before the next tile's are written
 }
 
 // The router weight rides on the scale: a factor of the whole row, exact but for one rounding.

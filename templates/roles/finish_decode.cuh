@@ -1,21 +1,14 @@
-// Decode: how a tile is finished once it is stored. The math warps tell the others themselves, and sum the tokens that
-// it completes.
+// Decode: how a tile is finished once it is stored. Fences, atomics and loads take microseconds each beside the stream
+// of weights, so warps of their own tell other CTAs of the tile and sum the tokens that it completes.
 
-// A block's rows of Params::mid are finished by every tile of GEMM 1.
-DEVICE void publish_mid(const Params& p, const Head& head, const Task& task, const Share& share) {
-    sync_math();
-    const bool is_leader = share.group == 0 && share.warp == 0 && lane_idx() == 0;
-    if (is_leader) add_release_gpu(counter(p, head, kBankBlocks + task.block), 1);  // pairs with wait_for_mid
-}
+constexpr u32 kDeliverWarps = kDeliverWarpEnd - kDeliverWarpBegin;
 
 // After store_slices_columns. Lanes count deliveries for a token each; then the warp sums the complete ones together.
-DEVICE void combine_tokens(const Params& p, const Task& task, const Share& share, const u32* pairs,
-                           const u32* used_of_row) {
-    sync_math();
-    const u32 i = lane_idx() * kNumMathWarps + share.group * 4 + share.warp;
+DEVICE void combine_tokens(const Params& p, const Task& task, const u32* pairs, const u32* used_of_row) {
+    const u32 i = lane_idx() * kDeliverWarps + warp_idx() - kDeliverWarpBegin;
     u32 token = 0, used = 0;
     bool last = false;
-    if (i < share.num_tokens) {
+    if (i < task.num_rows) {
         token = pairs[i] / kTopK;
         used = used_of_row[i];
         u32* count = p.combine_count + u64(token) * kNumTiles2 + task.tile;
@@ -39,17 +32,32 @@ DEVICE void combine_tokens(const Params& p, const Task& task, const Share& share
     }
 }
 
-struct Lists {};  // of prefill
-
-DEVICE void finish_tile(const Params& p, Smem& smem, const Head& head, const Task& task, const Share& share, u32 slot,
-                        Lists&) {
-    if (task.phase == kGemm1) {
-        publish_mid(p, head, task, share);
-    } else {
-        trace_begin(p, kEventCombine);
-        combine_tokens(p, task, share, smem.task_rows[slot], smem.task_used[slot]);
-        trace_end(p, kEventCombine);
+DEVICE void role_deliver(const Params& p, Smem& smem, const Head& head) {
+    Ring<kNumTaskSlots> slot;
+    for (;; slot.advance()) {
+        const Task task = next_task(p, smem, slot);
+        if (task.phase == kDone) return;
+        trace_task(p, task);
+        // Pairs with finish_tile.
+        wait_barrier(p, kWaitTileStored, &smem.stored[slot.stage], slot.stage, slot.parity());
+        if (!is_in_parts(task) || smem.is_last_part[slot.stage] != 0) {
+            if (task.phase == kGemm2) {
+                trace_begin(p, kEventCombine);
+                combine_tokens(p, task, smem.task_rows[slot.stage], smem.task_used[slot.stage]);
+                trace_end(p, kEventCombine);
+            } else if (warp_idx() == kDeliverWarpBegin && lane_idx() == 0) {
+                // The block's rows of Params::mid are finished by every tile of GEMM 1; pairs with wait_for_mid.
+                add_release_gpu(counter(p, head, kBankBlocks + task.block), 1);
+            }
+        }
+        trace_end(p, kEventTask);
+        free_task(smem, slot);
     }
 }
+
+struct Lists {};  // of prefill
+
+// Every lane, for what it stored; pairs with role_deliver.
+DEVICE void finish_tile(const Params&, Smem& smem, const Task&, u32 slot, Lists&) { arrive(&smem.stored[slot]); }
 
 DEVICE void finish_last_tile(const Params&, Smem&, const Lists&) {}

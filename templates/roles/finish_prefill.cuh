@@ -76,8 +76,7 @@ DEVICE void sum_list(const Params& p, Smem& smem, u32 number) {
     }
 }
 
-DEVICE void finish_tile(const Params& p, Smem& smem, const Head&, const Task& task, const Share&, u32 slot,
-                        Lists& lists) {
+DEVICE void finish_tile(const Params& p, Smem& smem, const Task& task, u32 slot, Lists& lists) {
     arrive(&smem.stored[slot]);  // every lane, for what it stored; pairs with role_deliver
     if (task.phase == kGemm1) return;
     trace_begin(p, kEventCombine);

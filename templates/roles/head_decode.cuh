@@ -29,7 +29,7 @@ constexpr u32 kSortWarps = kNumMathWarps;
 constexpr u32 kSortThreads = kSortWarps * kWarpThreads;
 
 DEVICE u32 sort_warp() { return warp_idx() - kMathWarpBegin; }
-DEVICE u32 sort_thread() { return thread_idx() - kMathWarpBegin * kWarpThreads; }
+DEVICE u32 sort_thread() { return thread_idx() - kFirstMathThread; }
 
 // Past the SM's cache: until the previous launch is over, ids may be written.
 DEVICE u16 load_expert(const Params& p, u32 pair) {
@@ -69,6 +69,17 @@ DEVICE WarpPairs pairs_of_warp(const Params& p) {
     return {begin, min_of(begin + share, num_pairs)};
 }
 
+// Lanes with the same expert. A vote a bit: __match_any_sync takes a step for each different value.
+DEVICE u32 lanes_with(u32 expert) {
+    u32 same = kFullMask;
+#pragma unroll
+    for (u32 bit = 1; bit <= kNumExperts; bit *= 2) {
+        const u32 votes = __ballot_sync(kFullMask, (expert & bit) != 0);
+        same &= (expert & bit) != 0 ? votes : ~votes;
+    }
+    return same;
+}
+
 // Few pairs: every CTA sorts all of them into its own shared memory and waits for nobody. CTAs must agree on the rows,
 // so the sort is stable: each warp takes consecutive pairs, counts them by expert in a row of `counts` of its own,
 // starts after the warps before it, and ranks its pairs 32 at a time by matching experts. One lane writes for each
@@ -89,7 +100,7 @@ DEVICE void count_locally(const Params& p, Smem& smem, LocalSort& sort) {
     for (u32 start = pairs.begin; start < pairs.end; start += kWarpThreads) {
         const u32 pair = start + lane_idx();
         const u32 expert = pair < pairs.end ? sort.experts[pair] : kNumExperts;
-        const u32 same = __match_any_sync(kFullMask, expert);
+        const u32 same = lanes_with(expert);
         if (expert < kNumExperts && (same & lanes_before) == 0) mine[expert] += u16(__popc(same));
         sync_warp();
     }
@@ -114,7 +125,7 @@ DEVICE void rank_locally(const Params& p, Smem& smem, LocalSort& sort) {
     for (u32 first = pairs.begin; first < pairs.end; first += kWarpThreads) {
         const u32 pair = first + lane_idx();
         const u32 expert = pair < pairs.end ? sort.experts[pair] : kNumExperts;
-        const u32 same = __match_any_sync(kFullMask, expert);
+        const u32 same = lanes_with(expert);
         const u32 row = expert < kNumExperts ? mine[expert] : 0;
         sync_warp();
         if (expert < kNumExperts) {

@@ -38,9 +38,6 @@ DEVICE void drop_preloaded(const Params& p, Smem& smem) {
     smem.first[kFirstPreloaded] = 0;
 }
 
-// The next task is claimed when so many k-blocks of this one are yet to be loaded: in time for its own.
-constexpr u32 kClaimAhead = kNumStages + 3;
-
 DEVICE void role_load(const Params& p, Smem& smem, const Head&) {
     if (lane_idx() != 0) return;
     Ring<kNumTaskSlots> slot;
@@ -53,8 +50,8 @@ DEVICE void role_load(const Params& p, Smem& smem, const Head&) {
         trace_task(p, task);
         const u32 num = task.k_end - task.k_begin, wanted = num - min_of(num, kClaimAhead);
         for (u32 i = 0; i < num; ++i, ring.advance()) {
-            if (i == wanted) arrive(smem.task_wanted);  // pairs with role_schedule
-            u64* full = &smem.full[ring.stage];         // pairs with role_math: multiply
+            if (i == wanted) arrive(&smem.task_wanted[slot.stage]);  // pairs with role_schedule
+            u64* full = &smem.full[ring.stage];                      // pairs with role_math: multiply
             if (i < num_preloaded) {
                 wait_for_preloaded(p, smem, i);
                 arrive(full);

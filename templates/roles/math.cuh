@@ -141,9 +141,8 @@ DEVICE void multiply(const Params& p, Smem& smem, Ring<kNumStages>& ring, const 
     }
 }
 
-// Whether the tile is finished: parts of one are so by whoever comes last.
 template <u32 N, bool kTokenRows>
-DEVICE bool run_tile(const Params& p, Smem& smem, const Head& head, Ring<kNumStages>& ring, const Task& task,
+DEVICE void run_tile(const Params& p, Smem& smem, const Head& head, Ring<kNumStages>& ring, const Task& task,
                      const Share& share, u32 slot) {
     float sums[kShareBlocks<kTokenRows>][N / 2] = {};
     const Operands at = find_operands<kTokenRows>(smem, task, share);
@@ -165,9 +164,9 @@ DEVICE bool run_tile(const Params& p, Smem& smem, const Head& head, Ring<kNumSta
     const Task same = read_task(smem, slot);
     const Share same_share = find_share(same);
     const u32* pairs = smem.task_rows[slot] + same_share.first_token;
-    if (!join_parts<N>(p, smem, head, same, sums)) {
+    if (!join_parts<N>(p, smem, head, same, slot, sums)) {
         trace_end(p, kEventEpilogue);
-        return false;
+        return;
     }
     if constexpr (kTokenRows) {
         if (same.phase == kGemm1) {
@@ -183,11 +182,10 @@ DEVICE bool run_tile(const Params& p, Smem& smem, const Head& head, Ring<kNumSta
         }
     }
     trace_end(p, kEventEpilogue);
-    return true;
 }
 
 // As few columns as hold the tokens; prefill has no kernel text to spare for 8.
-DEVICE bool run_task(const Params& p, Smem& smem, const Head& head, Ring<kNumStages>& ring, const Task& task,
+DEVICE void run_task(const Params& p, Smem& smem, const Head& head, Ring<kNumStages>& ring, const Task& task,
                      u32 slot) {
     const Share share = find_share(task);
     if constexpr (kSplitTokens) {
@@ -204,17 +202,13 @@ DEVICE void role_math(const Params& p, Smem& smem, const Head& head) {
     Ring<kNumStages> ring;
     Lists lists;
     for (;; slot.advance()) {
-        bool is_finished;
         {
             const Task task = next_task(p, smem, slot);
             if (task.phase == kDone) break;
             trace_task(p, task);
-            is_finished = run_task(p, smem, head, ring, task, slot.stage);
+            run_task(p, smem, head, ring, task, slot.stage);
         }
-        if (is_finished) {
-            const Task task = read_task(smem, slot.stage);
-            finish_tile(p, smem, head, task, find_share(task), slot.stage, lists);
-        }
+        finish_tile(p, smem, read_task(smem, slot.stage), slot.stage, lists);
         trace_end(p, kEventTask);
         free_task(smem, slot);
     }

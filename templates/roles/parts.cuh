@@ -3,17 +3,19 @@
 
 constexpr u32 kPartSums = kShareBlocks<false> * kBlockTokens / 2;  // most of a thread
 
+// Whether the sums are those of the whole tile.
 template <u32 N, u32 kBlocks>
-DEVICE bool join_parts(const Params& p, Smem& smem, const Head& head, const Task& task, float (&sums)[kBlocks][N / 2]) {
+DEVICE bool join_parts(const Params& p, Smem& smem, const Head& head, const Task& task, u32 slot,
+                       float (&sums)[kBlocks][N / 2]) {
+    if (kSplitTokens || !is_in_parts(task)) return true;
     const u32 num_k = task.phase == kGemm1 ? kNumKBlocks1 : kNumKBlocks2;
-    if (kSplitTokens || task.k_end - task.k_begin == num_k) return true;
     const u32 parts = num_parts(smem, task.phase);
     const u32 tile = task.block * (task.phase == kGemm1 ? kNumTiles1 : kNumTiles2) + task.tile;
     constexpr u32 kThreads = kNumMathWarps * kWarpThreads;
     // GEMM 2 may begin while parts of GEMM 1 are yet to be added up: each has places of its own.
     const u32 place = task.phase * kMaxBlocks + tile * parts;
-    float4* first = reinterpret_cast<float4*>(p.parts) + u64(place) * (kPartSums / 4 * kThreads) + thread_idx() -
-                    kMathWarpBegin * kWarpThreads;
+    float4* first =
+        reinterpret_cast<float4*>(p.parts) + u64(place) * (kPartSums / 4 * kThreads) + thread_idx() - kFirstMathThread;
     // Part i runs from num_k * i / parts on.
     float4* mine = first + u64(ceil_div(task.k_begin * parts, num_k)) * (kPartSums / 4 * kThreads);
 #pragma unroll
@@ -25,13 +27,13 @@ DEVICE bool join_parts(const Params& p, Smem& smem, const Head& head, const Task
         }
     }
     sync_math();
-    if (thread_idx() == kMathWarpBegin * kWarpThreads) {
+    if (thread_idx() == kFirstMathThread) {
         // Releases this part and, for the last, acquires all others: pairs with itself in other CTAs.
         u32* count = counter(p, head, kBankParts + task.phase * kMaxBlocks + tile);
-        smem.first[kIsLastPart] = fetch_add_acq_rel_gpu(count, 1) + 1 == parts;
+        smem.is_last_part[slot] = fetch_add_acq_rel_gpu(count, 1) + 1 == parts;
     }
     sync_math();
-    if (smem.first[kIsLastPart] == 0) return false;
+    if (smem.is_last_part[slot] == 0) return false;
 #pragma unroll
     for (u32 m = 0; m < kBlocks; ++m) {
 #pragma unroll

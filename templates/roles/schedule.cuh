@@ -9,10 +9,9 @@ struct Task {
     u32 k_begin, k_end;  // k-blocks
 };
 
-// Arrivals that free a task slot: the load lane; the feed lane and the deliver warp, or the gather warps; the math
-// warps.
-constexpr u32 kTaskConsumers =
-    1 + (kSplitTokens ? 1 + kWarpThreads : kNumGatherWarps * kWarpThreads) + kNumMathWarps * kWarpThreads;
+// Arrivals that free a task slot: the load lane; the feed lane or the gather warps; the deliver and math warps.
+constexpr u32 kTaskConsumers = 1 + (kSplitTokens ? 1 : kNumGatherWarps * kWarpThreads) +
+                               (kDeliverWarpEnd - kDeliverWarpBegin + kNumMathWarps) * kWarpThreads;
 
 // Blocks of one expert that are walked together for each weight tile: their tokens stay in L2 while every weight tile
 // is read once. 16 x 128 tokens of hidden 7168 are 15 MB. Guess.
@@ -25,6 +24,10 @@ DEVICE u32 num_parts(const Smem& smem, u32 phase) {
     const u32 most = (phase == kGemm1 ? kNumKBlocks1 : kNumKBlocks2) / kLeast;
     if (kSplitTokens || 2 * num_tiles > num_blocks() || num_tiles == 0 || most == 0) return 1;
     return min_of(num_blocks() / num_tiles, most);
+}
+
+DEVICE bool is_in_parts(const Task& task) {
+    return task.k_end - task.k_begin < (task.phase == kGemm1 ? kNumKBlocks1 : kNumKBlocks2);
 }
 
 DEVICE u32 num_tasks(const Smem& smem, u32 phase) {
@@ -79,13 +82,22 @@ DEVICE void clear_unrouted_tokens(const Params& p) {
     }
 }
 
+// The next task is claimed when so many k-blocks of this one are yet to be loaded: in time for its own.
+constexpr u32 kClaimAhead = kNumStages + 3;
+
+// A task with fewer is over before the next has come: the one after it is claimed already. Not towards the end, where
+// tasks that wait here are missing where CTAs have nothing to do.
+DEVICE bool claims_two(const Task& task, u32 index, u32 end) {
+    return task.k_end - task.k_begin < kClaimAhead && index + 2 * num_blocks() < end;
+}
+
 DEVICE void role_schedule(const Params& p, Smem& smem, const Head& head) {
     const u32 lane = lane_idx();
     const u32 num_tasks_1 = num_tasks(smem, kGemm1), end = num_tasks_1 + num_tasks(smem, kGemm2);
     if (!head.local) wait_for_head(p, head);
     Ring<kNumTaskSlots> slot;
-    u32 wanted_parity = 0;
-    u32 orphan = 0;  // first tasks are looked through up to this CTA's
+    Ring<kNumTaskSlots> wanted;  // the task that load must be near the end of
+    u32 orphan = 0;              // first tasks are looked through up to this CTA's
     bool in_head = head.alone;
     for (u32 next = smem.first[kFirstTask];;) {
         u32 index = next;
@@ -123,10 +135,10 @@ DEVICE void role_schedule(const Params& p, Smem& smem, const Head& head) {
         in_head = false;
         if (task.phase == kDone) break;
         trace_end(p, kEventTask);
+        if (!claims_two(task, index, end)) wanted = slot;
+        wait_barrier(p, kWaitTaskWanted, &smem.task_wanted[wanted.stage], wanted.stage, wanted.parity());
+        wanted = slot;
         slot.advance();
-        // No task before it is wanted: one that waits here is missing where CTAs have nothing to do.
-        wait_barrier(p, kWaitTaskWanted, smem.task_wanted, 0, wanted_parity);
-        wanted_parity ^= 1;
         if (index != next) continue;
         if (lane == 0) next = claim(p, head);
         next = __shfl_sync(kFullMask, next, 0);

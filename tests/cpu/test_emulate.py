@@ -133,7 +133,7 @@ def test_waits_give_up_when_the_clock_runs_out():
 def test_a_wait_under_multiplies_in_flight_reports_too():
     plan = dataclasses.replace(CASES["prefill"], unroll_k=4)
     emulated = EmulatedLayer(plan, random_layer(plan), max_tokens=8, num_blocks=2)
-    arrive = "if (i == wanted) arrive(smem.task_wanted);"
+    arrive = "if (i == wanted) arrive(&smem.task_wanted[slot.stage]);"
     text = render(plan, layer="emulated")
     assert arrive in text
     emulated.executable = build(
