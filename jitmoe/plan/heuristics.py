@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from jitmoe.plan.gpu import GpuSpec
 from jitmoe.plan.mega_moe import MegaMoePlan
 from jitmoe.plan.plan import PlanError
-from jitmoe.plan.problem import MAX_TOKENS, MoeProblem
+from jitmoe.plan.problem import MAX_TOKENS, QUANT_GROUP, MoeProblem
 
 # Tokens per active expert up to which the two warpgroups share one 64-token tile. Above it a second
 # read of an expert's weights costs more than half-empty tiles. Guess; to be swept.
@@ -72,7 +72,7 @@ def choose(problem: MoeProblem, gpu: GpuSpec) -> MegaMoePlan:
                 num_local_pairs=num_local_pairs,
                 producer_regs=56 if name == "prefill" else 96,
                 math_regs=224 if name == "prefill" else 160,
-                unroll_k=_unroll_k(name, problem.top_k),
+                unroll_k=_unroll_k(name, problem),
                 num_task_slots=num_task_slots,
             )
             if plan.smem.num_bytes <= gpu.smem_bytes:
@@ -81,15 +81,16 @@ def choose(problem: MoeProblem, gpu: GpuSpec) -> MegaMoePlan:
     raise PlanError(f"no ring of 3 stages fits {gpu.smem_bytes:,} B of shared memory for {problem}")
 
 
-def _unroll_k(name: str, top_k: int) -> int:
+def _unroll_k(name: str, problem: MoeProblem) -> int:
     """k-blocks of the main loop in one piece: the more, the rarer are the tensor cores drained.
 
     8 is 0.8 % quicker than 4 on S1 at 8192 tokens, 0.3 % at 2048 (H200, 2026-11-29), and spills at
-    some sizes; so does 2 beyond 16 slots, where the code around the loop is longest.
+    some sizes; so does 2 beyond 16 slots, where the code around the loop is longest. Tiles of 16
+    k-blocks and fewer (S2) are 2 to 3 % quicker with 1; in decode 2 and 4 are no quicker than 1, or
+    3 % slower at 512 tokens of S2 (H200, 2026-11-30).
     """
-    if name == "decode":
-        return 1
-    return 4 if top_k <= 16 else 1
+    is_short = problem.hidden <= 16 * QUANT_GROUP
+    return 1 if name == "decode" or is_short or problem.top_k > 16 else 4
 
 
 def plans_of_model(problem: MoeProblem, gpu: GpuSpec) -> dict[str, MegaMoePlan]:

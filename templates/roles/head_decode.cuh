@@ -45,8 +45,12 @@ struct Experts {
     u16 of[kNum];
 
     DEVICE void load(const Params& p, u32 i) {
+        const u32 num_pairs = p.num_tokens * kTopK;
 #pragma unroll
-        for (u32 n = 0; n < kNum; ++n, i += kThreads) of[n] = i < p.num_tokens * kTopK ? load_expert(p, i) : 0;
+        for (u32 n = 0; n < kNum; ++n, i += kThreads) {
+            if (n * kThreads >= num_pairs) break;
+            of[n] = i < num_pairs ? load_expert(p, i) : 0;
+        }
     }
 };
 
@@ -93,6 +97,7 @@ DEVICE void count_locally(const Params& p, Smem& smem, LocalSort& sort) {
     if (sort_thread() == 0) sort.is_stale = 0;
 #pragma unroll
     for (u32 n = 0, pair = sort_thread(); n < experts.kNum; ++n, pair += kSortThreads) {
+        if (n * kSortThreads >= num_pairs) break;
         if (pair < num_pairs) sort.experts[pair] = experts.of[n];
     }
     sync_math();
@@ -160,6 +165,7 @@ DEVICE void sort_early(const Params& p, Smem& smem, bool alone) {
         bool is_stale = false;
 #pragma unroll
         for (u32 n = 0, pair = thread_idx(); n < now.kNum; ++n, pair += kOthers) {
+            if (n * kOthers >= p.num_tokens * kTopK) break;
             is_stale |= pair < p.num_tokens * kTopK && now.of[n] != sort.experts[pair];
         }
         if (is_stale) fetch_add_shared(&sort.is_stale, 1);

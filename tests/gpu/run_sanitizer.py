@@ -6,8 +6,8 @@ and --tool synccheck, and --tool racecheck with the argument `racecheck`. (cuda-
 driver for functions it may lack, which memcheck would report.) Exits with 1 if a result is wrong.
 
 Racecheck takes an mbarrier arrival for the arriving lane's alone: it reports the copies of a stage
-that is used again, behind __syncwarp and one lane's arrival for its warp. So it gets no tile of more
-k-blocks than the ring has stages. The emulator's checker knows that order.
+that is used again, behind __syncwarp and one lane's arrival for its warp. So it gets no tile of
+more k-blocks than the ring has stages. The emulator's checker knows that order.
 """
 
 import dataclasses
