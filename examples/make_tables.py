@@ -20,7 +20,11 @@ NOTHING = "No measurement is recorded yet."
 
 
 def flop(row: dict) -> int:
-    return row["num_tokens"] * row["top_k"] * 6 * row["hidden"] * row["intermediate"]
+    """Of the pairs that were routed, where the row says; some slots may have been unused."""
+    return (
+        row.get("flop")
+        or row["num_tokens"] * row["top_k"] * 6 * row["hidden"] * row["intermediate"]
+    )
 
 
 def number(value, form: str = "") -> str:

@@ -133,8 +133,13 @@ def _comparison(row: dict, column: int, part: dict, roof: dict, measured: dict) 
 
 
 def _scale(row: dict, roof: dict) -> float:
-    """By the copy rate where memory bounds the point, else by the FP8 rate, if it was measured."""
+    """By the read rate where memory bounds the point, else by the FP8 rate, if it was measured.
+
+    Nearly all bytes are weights, which are read. Cards differ in read and copy rate apart from each
+    other: 4,628 and 4,243 GB/s on one, 4,427 and 4,274 on the next, and 8 tokens of S1 took 3.4 %
+    longer there (H200, 2026-11-30).
+    """
     flop = row["num_tokens"] * row["top_k"] * 6 * row["hidden"] * row["intermediate"]
     is_math_bound = flop / roof["fp8_tflops"] * 1e-6 > 0.9 * row["floor_us"]
-    name = "fp8_tflops" if is_math_bound else "copy_gbps"
+    name = "fp8_tflops" if is_math_bound else "read_gbps"
     return row[name] / roof[name] if row.get(name) else 1.0

@@ -1,7 +1,7 @@
 // Stamps of a traced kernel: when a warp begins and ends an event, in a ring of its own in Params::trace that keeps the
-// newest. The first lane stamps for its warp, and the first warp of a math warpgroup for all four. Where the ring
-// stands lies in shared memory, for math warps have no register to spare. An untraced kernel has no_stamps.cuh instead.
-// Relies on trace.cuh, events.cuh, Params and Smem.
+// newest. The first lane stamps for its warp, and the first warp of a warpgroup of one role for all four. Where the
+// ring stands lies in shared memory, for math warps have no register to spare. An untraced kernel has no_stamps.cuh
+// instead. Relies on trace.cuh, events.cuh, Params and Smem.
 
 constexpr u32 kStampEnd = 128;  // else it is a beginning
 
@@ -16,7 +16,7 @@ DEVICE void stamp(const Params& p, u32 event, u32 payload, u32 more) {
     forget_value(thread);  // else addresses that all stamps share stay in registers
     if (thread % kWarpThreads != 0) return;
     const u32 warp = thread / kWarpThreads;
-    if (warp >= kMathWarpBegin && warp % 4 != 0) return;
+    if (warp >= 4 && warp % 4 != 0) return;
     const u32 number = shared_memory<Smem>().trace_next[warp]++;
     uint4* ring = p.trace + u64(block_idx() * (kNumThreads / kWarpThreads) + warp) * kTraceCapacity;
     ring[number % kTraceCapacity] = make_uint4(trace_time(), number << 8 | event, payload, more);

@@ -191,7 +191,7 @@ def record(num_tokens=8, us=300.0, date="2026-11-29", **changes):
         "us_p10": us - 1,
         "us_p90": us + 1,
         "floor_us": 283.0,
-        "copy_gbps": 4273.0,
+        "read_gbps": 4273.0,
         "rel_error": 2.25e-2,
         "gpu": "NVIDIA H200",
         "driver": "580.1",
@@ -207,7 +207,7 @@ PUBLISHED = {
     "driver": "580.1",
     "method": "graphs",
     "tokens": [1, 8, 8192],
-    "ceilings": {"copy_gbps": 4273.0, "fp8_tflops": 1450.0},
+    "ceilings": {"read_gbps": 4273.0, "fp8_tflops": 1450.0},
     "shapes": {
         "S1": {
             "floor": [75.9, 283, 4009],
@@ -253,7 +253,7 @@ def test_tables():
 def test_comparison():
     module = make_tables()
     rows = [
-        record(1, 84.0, copy_gbps=4230.27),  # a card that is 1 % slower
+        record(1, 84.0, read_gbps=4230.27),  # a card that is 1 % slower
         record(8, 305.0),
         record(8, 310.0, routing="zipf"),
         record(8192, 5000.0, floor_us=4009.0, fp8_tflops=1595.0),  # and one 10 % faster

@@ -2,7 +2,6 @@
 
 import json
 from collections import Counter
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -44,7 +43,7 @@ def test_same_result_every_tile_sane_times(call, workspace, tmp_path):
     assert (events["begin_ns"] <= events["end_ns"]).all() and events["begin_ns"].min() == 0
     assert set(events["block"].tolist()) == set(range(device_spec(0).num_sms))
     heads = trace.select("head")
-    num_warps = sum(r.num_warps // (4 if r.name == "math" else 1) for r in plan.roles)
+    num_warps = sum(r.num_warps // (4 if r.num_warps >= 4 else 1) for r in plan.roles)
     assert len(heads) == device_spec(0).num_sms * num_warps
 
     counts = np.bincount(call.tokens.topk_ids.get().ravel(), minlength=EXPERTS)
@@ -54,8 +53,8 @@ def test_same_result_every_tile_sane_times(call, workspace, tmp_path):
         fields = task_fields(trace.select("task", role.name)["payload"])
         covered = Counter(zip(*(values.tolist() for values in fields.values()), strict=True))
         assert len(covered) == num_tasks, role.name
-        # The first warp of a math warpgroup stamps for all four.
-        num_warps = role.num_warps // 4 if role.name == "math" else role.num_warps
+        # The first warp of a warpgroup of one role stamps for all four.
+        num_warps = role.num_warps // (4 if role.num_warps >= 4 else 1)
         assert set(covered.values()) == {num_warps}, role.name
 
     # Nothing of the second GEMM begins before something of the first has ended.
@@ -71,57 +70,3 @@ def test_same_result_every_tile_sane_times(call, workspace, tmp_path):
     assert is_wait(events).any()
     trace.to_perfetto(tmp_path / "trace.json")
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-
-
-@pytest.mark.parametrize(
-    ("bucket", "num_tokens", "most"), [("decode", 64, 1.03), ("prefill", 4096, 1.12)]
-)
-def test_stamps_cost_little(make_layer, make_call, bucket, num_tokens, most):
-    """A traced plan in the place of an untraced one, by medians of replays, where tiles take 10 us
-    and more. Measured: less than 3 % in decode, 6 to 9 % in prefill.
-    """
-    import cupy
-
-    call = make_call(make_layer(16, 7168, 2048), num_tokens, TOP_K)
-    plan = choose(call.layer.weights.problem(num_tokens, TOP_K), device_spec(0))
-    assert plan.bucket == bucket
-    tokens, y = call.tokens, cupy.empty(call.tokens.x.shape, cupy.uint16)
-
-    def run_us(plan):
-        stream, workspace = cupy.cuda.Stream(non_blocking=True), jitmoe.Workspace()
-
-        def launch():
-            jitmoe.mega_moe(
-                call.fp8,
-                tokens.topk_ids,
-                tokens.topk_weights,
-                call.layer.weights,
-                out=y,
-                stream=stream,
-                workspace=workspace,
-                plan=plan,
-            )
-
-        launch()
-        stream.synchronize()
-        with stream:
-            stream.begin_capture()
-            for _ in range(10):
-                launch()
-            graph = stream.end_capture()
-        times = []
-        for _ in range(15):
-            begin, end = cupy.cuda.Event(), cupy.cuda.Event()
-            begin.record(stream)
-            graph.launch(stream)
-            end.record(stream)
-            end.synchronize()
-            times.append(cupy.cuda.get_elapsed_time(begin, end) * 1e2)
-        workspace.check()
-        return float(np.median(times))
-
-    untraced = [run_us(plan)]
-    with_stamps = run_us(replace(plan, trace=True))
-    untraced.append(run_us(plan))
-    # The GPU's clock wanders by a percent from one measurement to the next.
-    assert with_stamps <= most * max(untraced) + 0.5, (untraced, with_stamps)
