@@ -176,7 +176,7 @@ def _case(bucket: str, sizes: tuple[int, ...], tokens, routing="unused", **chang
 # More than 384 pairs to sort locally, so that a warp takes several times 32; more than 32 experts,
 # so that several warps and several lanes share the work on them; k-blocks for the unrolled loop and
 # a remainder; more pairs than a block of a prefill launch sorts at a time; ids that several lanes
-# compare with those sorted early (more than 128); tiles of both GEMMs in parts, not all of one
+# compare with those sorted early (more than 256); tiles of both GEMMs in parts, not all of one
 # size; launches that sort locally behind others that sort together. No larger than that takes: a
 # schedule of a case is a second or two. Those that find most come first.
 CASES = (
@@ -186,7 +186,7 @@ CASES = (
         *("decode", (512, 256, 8, 2), (5, 12, 3), "one_expert"),
         **{"num_blocks": 6, "overlap": True, "small_parts": True},
     ),
-    _case("decode", (384, 48, 8, 4), (3, 33, 6), num_blocks=3, overlap=True),
+    _case("decode", (384, 48, 8, 4), (3, 68, 6), num_blocks=3, overlap=True),
     _case("prefill", (640, 256, 3, 2), (200, 10)),
     _case("prefill", (640, 256, 3, 2), (5, 20, 9), overlap=True),
     _case("decode", (384, 80, 33, 3), (130, 3)),
