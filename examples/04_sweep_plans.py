@@ -35,7 +35,15 @@ CHANGES = {
         {"num_task_slots": 2},
         {"num_local_pairs": 512},
     ),
-    "prefill": ({"num_stages": 3}, {"num_task_slots": 2}, {"unroll_k": 1}, {"unroll_k": 2}),
+    "prefill": (
+        {"num_stages": 3},
+        {"num_task_slots": 2},
+        {"unroll_k": 1},
+        {"unroll_k": 2},
+        {"group_tiles": 1},
+        {"group_tiles": 2},
+        {"group_tiles": 4},
+    ),
 }
 CLOSE = 1.05  # times the best
 NUM_BURSTS = 4

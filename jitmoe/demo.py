@@ -23,7 +23,7 @@ from jitmoe.run.driver import device_spec, num_devices
 
 ARCH = "sm_90a"
 EMULATED_TOKENS = {"decode": 20, "prefill": 150}
-EMULATED_BOUND = 4e-3  # bf16 slices and sums; the emulated tensor cores add exactly
+EMULATED_BOUND = 5e-3  # bf16 slices and sums; the emulated tensor cores add exactly
 
 
 def demo(

@@ -19,7 +19,7 @@ from jitmoe.emulate.run import EmulationError
 from jitmoe.plan.mega_moe import MegaMoePlan
 from jitmoe.plan.problem import MoeProblem
 
-ERROR_BOUND = 4e-3  # bf16 slices and sums; the emulated tensor cores add exactly
+ERROR_BOUND = 5e-3  # bf16 slices and sums; the emulated tensor cores add exactly
 ELEMENT_BOUND = 0.25  # four re-quantised codes on the other side of a tie in one sum
 TIMEOUT_S = 86_400.0  # the emulator finds stalls by itself; large layers take hours
 

@@ -11,6 +11,8 @@ from jitmoe.plan.memory_map import MemoryMap, Region, align, ceil_div
 from jitmoe.plan.plan import WARP_THREADS, Param, Plan, PlanError, Role
 from jitmoe.plan.problem import QUANT_GROUP, MoeProblem
 
+MAX_GROUP_TILES = 64  # as many as the widest layer has: no groups
+
 
 @dataclass(frozen=True)
 class MegaMoePlan(Plan):
@@ -37,6 +39,7 @@ class MegaMoePlan(Plan):
     math_regs: int
     unroll_k: int
     num_task_slots: int = 2
+    group_tiles: int = MAX_GROUP_TILES  # of GEMM 2: all experts' before the next group's
     trace: bool = False
 
     name = "mega_moe"
@@ -284,6 +287,10 @@ class MegaMoePlan(Plan):
             )
         if not 1 <= self.unroll_k <= 8:
             raise PlanError(f"unroll_k must be from 1 to 8 k-blocks, got {self.unroll_k}")
+        if not 1 <= self.group_tiles <= MAX_GROUP_TILES:
+            raise PlanError(
+                f"group_tiles must be from 1 to {MAX_GROUP_TILES} tiles, got {self.group_tiles}"
+            )
         super().check(gpu)
         if gpu.num_sms > self.max_blocks:
             raise PlanError(
