@@ -1,5 +1,5 @@
-"""The layer as PyTorch operators, jitmoe::mega_moe and jitmoe::mega_moe_out: for torch.compile, CUDA
-graphs and models.
+"""The layer as PyTorch operators, jitmoe::mega_moe and jitmoe::mega_moe_out, for torch.compile and
+CUDA graphs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def mega_moe(
     topk_ids      [num_tokens, top_k] int32 or int64; an id outside [0, num_experts) is an unused
                   slot
     topk_weights  [num_tokens, top_k] f32 or bf16
-    w13 to w2_scale  the tensors of `jitmoe.ExpertWeights`, used in place
+    w13 to w2_scale  the tensors of `jitmoe.ExpertWeights`, used in place; scales may be e8m0 as
+                  well, of which a copy in f32 is kept with the tensor
     out           [num_tokens, hidden] bf16, written in place (default: a new tensor)
     backend       "cuda", or "emulated": tensors on the CPU, and the kernel thread by thread on it
 
@@ -115,6 +116,7 @@ def _refuse_grad(inputs) -> None:
 
 
 def _run(out, x, topk_ids, topk_weights, weights, x_scale, backend) -> None:
+    weights = *weights[:2], *map(_f32, weights[2:])
     if backend == "emulated":
         read, weights = _host, ExpertWeights(*map(_host, weights, _INPUTS[3:7]))
     elif backend == "cuda":
@@ -130,6 +132,33 @@ def _run(out, x, topk_ids, topk_weights, weights, x_scale, backend) -> None:
         out=read(out, "out"),
         backend=backend,
     )
+
+
+_E8M0 = getattr(torch, "float8_e8m0fnu", None)  # PyTorch 2.7 and later
+
+
+def _f32(scale: torch.Tensor) -> torch.Tensor:
+    """Scales in e8m0 as f32, made once and kept with the tensor; others as they are.
+
+    They are made anew where the tensor lies elsewhere or was written since, but a write through
+    `.data` leaves no trace.
+    """
+    if scale.dtype != _E8M0:
+        return scale
+    if scale.is_inference():  # has no version
+        return _widened(scale)
+    state = scale.data_ptr(), scale._version
+    known = getattr(scale, "_jitmoe_f32", None)
+    if known is None or known[0] != state:
+        known = state, _widened(scale)
+        # Made during a capture, they are the graph's, and hold nothing before it runs.
+        if not (scale.is_cuda and torch.cuda.is_current_stream_capturing()):
+            scale._jitmoe_f32 = known
+    return known[1]
+
+
+def _widened(scale: torch.Tensor) -> torch.Tensor:
+    return scale.detach().to(torch.float32, memory_format=torch.contiguous_format)
 
 
 def _as_is(tensor: torch.Tensor, name: str) -> torch.Tensor:
