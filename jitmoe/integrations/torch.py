@@ -9,8 +9,8 @@ from functools import lru_cache
 import ml_dtypes
 import torch
 
-import jitmoe
 from jitmoe import ExpertWeights
+from jitmoe import mega_moe as launch
 
 MAX_LAYERS = 1024  # remembered; then the one not called for longest is read again
 
@@ -124,7 +124,7 @@ def _run(out, x, topk_ids, topk_weights, weights, x_scale, backend) -> None:
     else:
         raise ValueError(f'backend must be "cuda" or "emulated", got {backend!r}')
     x = read(x, "x")
-    jitmoe.mega_moe(
+    launch(
         x if x_scale is None else (x, read(x_scale, "x_scale")),
         read(topk_ids, "topk_ids"),
         read(topk_weights, "topk_weights"),
