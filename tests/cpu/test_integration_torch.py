@@ -15,6 +15,8 @@ from torch_layer import HIDDEN, WEIGHTS, error, quantized, tokens  # noqa: E402
 from jitmoe.integrations import torch as integration  # noqa: E402
 from jitmoe.integrations.torch import mega_moe  # noqa: E402
 
+NEW_OP, OUT_OP = torch.ops.jitmoe.mega_moe.default, torch.ops.jitmoe.mega_moe_out.default
+
 try:
     compiler()
 except NoHostCompiler as error_:
@@ -103,9 +105,12 @@ def checked_arguments():
 
 @pytest.mark.parametrize("has_out", [False, True], ids=["new", "out"])
 def test_opcheck(has_out):
-    arguments, op = checked_arguments(), integration.mega_moe_op
+    arguments, op = checked_arguments(), NEW_OP
     if has_out:
-        arguments, op = [torch.empty_like(arguments[0]), *arguments], integration.mega_moe_out_op
+        arguments, op = (
+            [torch.empty_like(arguments[0]), *arguments],
+            OUT_OP,
+        )
     results = torch.library.opcheck(op, arguments, {"backend": "emulated"})
     assert set(results.values()) == {"SUCCESS"}
 
@@ -114,13 +119,23 @@ def test_opcheck_quantised_x():
     x, *rest = checked_arguments()
     codes, scale = quantized(x)
     kwargs = {"x_scale": scale, "backend": "emulated"}
-    torch.library.opcheck(integration.mega_moe_op, (codes.view(torch.uint8), *rest), kwargs)
+    torch.library.opcheck(NEW_OP, (codes.view(torch.uint8), *rest), kwargs)
 
 
 def test_schemas():
-    new, out = (getattr(torch.ops.jitmoe, name).default for name in ("mega_moe", "mega_moe_out"))
-    assert not new._schema.is_mutable and out._schema.is_mutable
-    assert [a.name for a in out._schema.arguments if a.alias_info] == ["out"]
+    assert not NEW_OP._schema.is_mutable and OUT_OP._schema.is_mutable
+    assert [a.name for a in OUT_OP._schema.arguments if a.alias_info] == ["out"]
+
+
+def test_operators_without_the_function_around_them():
+    given, out = tokens(3), torch.empty(3, HIDDEN, dtype=torch.bfloat16)
+    y = NEW_OP(*given, *WEIGHTS, backend="emulated")
+    version = out._version
+    assert OUT_OP(out, *given, *WEIGHTS, backend="emulated") is None
+    assert torch.equal(y, out) and torch.equal(y, emulate(*given, *WEIGHTS))
+    assert out._version > version
+    given.x.requires_grad_()
+    refusal(RuntimeError, lambda: NEW_OP(*given, *WEIGHTS, backend="emulated"))
 
 
 def test_fake_tensors():
