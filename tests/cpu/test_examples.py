@@ -41,9 +41,10 @@ def test_plan_and_render():
     assert "decode" in text and "prefill" in text and 'extern "C"' in text
 
 
-def test_first_layer_says_that_it_needs_a_gpu():
-    text = run(ROOT / "examples/02_first_layer.py", CUDA_VISIBLE_DEVICES="")
-    assert "no GPU here" in text
+@pytest.mark.parametrize("name", ["02_first_layer", "05_torch", "06_transformers"])
+def test_examples_say_that_they_need_a_gpu(name):
+    text = run(ROOT / f"examples/{name}.py", CUDA_VISIBLE_DEVICES="")
+    assert "no GPU here" in text or "no PyTorch" in text
 
 
 def test_every_example_is_in_readme():
