@@ -4,6 +4,7 @@ CUDA graphs.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import lru_cache
 
 import ml_dtypes
@@ -137,14 +138,11 @@ def _run(out, x, topk_ids, topk_weights, weights, x_scale, backend) -> None:
     else:
         raise ValueError(f'backend must be "cuda" or "emulated", got {backend!r}')
     x = read(x, "x")
-    launch(
-        x if x_scale is None else (x, read(x_scale, "x_scale")),
-        read(topk_ids, "topk_ids"),
-        read(topk_weights, "topk_weights"),
-        weights,
-        out=read(out, "out"),
-        backend=backend,
-    )
+    rows = x if x_scale is None else (x, read(x_scale, "x_scale"))
+    ids, router = read(topk_ids, "topk_ids"), read(topk_weights, "topk_weights")
+    # A model may lie on several GPUs, of which one is current.
+    with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
+        launch(rows, ids, router, weights, out=read(out, "out"), backend=backend)
 
 
 _E8M0 = getattr(torch, "float8_e8m0fnu", None)  # PyTorch 2.7 and later

@@ -63,6 +63,14 @@ def test_out_and_streams(weights):
     assert torch.equal(doubled, 2 * out)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_another_gpu_than_the_current():
+    given = [tensor.to("cuda:1") for tensor in tokens(20)]
+    y = mega_moe(*given, *(tensor.to("cuda:1") for tensor in WEIGHTS))
+    assert y.device.index == 1 and torch.cuda.current_device() == 0
+    check(y, given)
+
+
 def test_e8m0_scales(weights):
     scales = [scale.log2().round().exp2() for scale in WEIGHTS[2:]]
     layer = LAYER._replace(w13_scale=scales[0].numpy(), w2_scale=scales[1].numpy())
