@@ -1,6 +1,7 @@
 """jitmoe.integrations.torch on a CPU: the operators, emulated, and what they refuse."""
 
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -235,22 +236,19 @@ def test_misfits(change, message):
 # Weights on a GPU, by their places
 
 
-def place(address=1 << 20, shape=(4, 256, 256), dtype=torch.float8_e4m3fn, device="cuda:0"):
-    strides = tuple(int(np.prod(shape[i + 1 :])) for i in range(len(shape)))
-    return address, torch.Size(shape), strides, dtype, torch.device(device)
-
-
-def test_memory_speaks_the_array_interface():
-    memory = integration._Memory(place(), "w13").__cuda_array_interface__
-    assert memory["data"] == (1 << 20, False) and memory["typestr"] == "|u1"
-    assert memory["shape"] == (4, 256, 256) and memory["strides"] == (256 * 256, 256, 1)
-    scales = place(shape=(4, 2, 2), dtype=torch.float32)
-    memory = integration._Memory(scales, "w13_scale").__cuda_array_interface__
-    assert memory["typestr"] == "<f4" and memory["strides"] == (16, 8, 4)
+@pytest.mark.parametrize(("dtype", "typestr"), [("uint8", "|u1"), ("float32", "<f4")])
+def test_memory_describes_the_tensor(dtype, typestr):
+    """NumPy reads the same dictionary for memory of the host."""
+    tensor = torch.arange(2 * 6 * 8).to(getattr(torch, dtype)).reshape(2, 6, 8)[:, ::2, :5]
+    place = (*integration._place(tensor)[:4], torch.device("cuda:0"))
+    interface = integration._Memory(place, "w13").__cuda_array_interface__
+    assert interface["typestr"] == typestr
+    array = np.asarray(SimpleNamespace(__array_interface__=interface))
+    assert np.array_equal(array, tensor.numpy()) and array.ctypes.data == tensor.data_ptr()
 
 
 def test_memory_of_a_wrong_type_is_refused():
-    wrong = place(dtype=torch.bfloat16)
+    wrong = 0, (4, 256, 256), (65536, 256, 1), torch.bfloat16, torch.device("cuda:0")
     message = refusal(ValueError, lambda: integration._Memory(wrong, "w13"))
     assert message.startswith("w13 must have dtype e4m3 or u8, got bfloat16")
     message = refusal(ValueError, lambda: integration._Memory(wrong, "w2_scale"))

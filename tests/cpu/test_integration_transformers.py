@@ -120,6 +120,14 @@ def test_compiled(backend):
     assert torch.equal(compiled(*given), experts(*given))
 
 
+@torch.no_grad()
+def test_compiled_model():
+    model, prompt = fp8_model(), torch.arange(12)[None]
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    logits = [m(prompt, use_cache=False).logits for m in (compiled, model)]
+    assert torch.equal(*logits)
+
+
 # Refusals
 
 
