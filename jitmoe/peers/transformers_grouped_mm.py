@@ -36,6 +36,8 @@ def prepare(weights):
         has_gate=True,
         has_bias=False,
         is_transposed=False,
+        has_post_expert_norm=False,
+        _is_expert_parallel=True,  # unused slots are masked
         _apply_gate=gated,
     )
 

@@ -1,0 +1,1 @@
+"""jitmoe inside frameworks. Each module imports its framework, and is imported only on demand."""

@@ -1,0 +1,238 @@
+"""The layer as PyTorch operators, jitmoe::mega_moe and jitmoe::mega_moe_out, for torch.compile and
+CUDA graphs.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import lru_cache
+
+import ml_dtypes
+import torch
+
+from jitmoe import ExpertWeights
+from jitmoe import mega_moe as launch
+
+MAX_LAYERS = 1024  # remembered; then the one not called for longest is read again
+
+_INPUTS = ("x", "topk_ids", "topk_weights", "w13", "w2", "w13_scale", "w2_scale", "x_scale")
+_SCHEMA = (
+    "Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w13, Tensor w2, Tensor w13_scale, "
+    'Tensor w2_scale, Tensor? x_scale=None, str backend="cuda"'
+)
+
+
+def mega_moe(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w2_scale: torch.Tensor,
+    *,
+    x_scale: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    backend: str = "cuda",
+) -> torch.Tensor:
+    """`jitmoe.mega_moe` as a PyTorch operator, on the current stream of the tensors' GPU.
+
+    x             [num_tokens, hidden] bf16, or e4m3 with x_scale f32 [num_tokens, hidden / 128]
+    topk_ids      [num_tokens, top_k] int32 or int64; an id outside [0, num_experts) is an unused
+                  slot
+    topk_weights  [num_tokens, top_k] f32 or bf16
+    w13 to w2_scale  the tensors of `jitmoe.ExpertWeights`, used in place; scales may be e8m0 as
+                  well, of which a copy in f32 is kept with the tensor
+    out           [num_tokens, hidden] bf16, written in place (default: a new tensor)
+    backend       "cuda", or "emulated": tensors on the CPU, and the kernel thread by thread on it
+
+    Returns `out`. Works in torch.compile(fullgraph=True) and, after one call on the stream of the
+    capture, in a CUDA graph.
+
+    Raises what `jitmoe.mega_moe` raises, and RuntimeError if an input requires grad while grad mode
+    is on: there is no backward.
+    """
+    inputs = (x, topk_ids, topk_weights, w13, w2, w13_scale, w2_scale, x_scale)
+    if out is None and torch.compiler.is_compiling():
+        return _new(*inputs, backend)
+    if torch.is_grad_enabled():
+        _refuse_grad(inputs)
+    if out is None:  # this way in less than half the time, for it has no autograd formula
+        out = x.new_empty(x.shape, dtype=torch.bfloat16)
+    _into(out, *inputs, backend)
+    return out
+
+
+# Not torch.library.custom_op, which takes 0.1 ms a call (PyTorch 2.11 and 2.13) unless in inference
+# mode. An operator that writes takes no autograd formula, so `mega_moe` asks about grad.
+_library = torch.library.Library("jitmoe", "FRAGMENT")
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+_library.define(f"mega_moe({_SCHEMA}) -> Tensor", tags=_TAGS)
+_library.define(f"mega_moe_out(Tensor(a!) out, {_SCHEMA}) -> ()", tags=_TAGS)
+
+
+@torch.library.impl(_library, "mega_moe", "CompositeExplicitAutograd")
+@torch.compiler.disable
+def _mega_moe(
+    x, topk_ids, topk_weights, w13, w2, w13_scale, w2_scale, x_scale=None, backend="cuda"
+):
+    out = x.new_empty(x.shape, dtype=torch.bfloat16)
+    _run(out, x, topk_ids, topk_weights, (w13, w2, w13_scale, w2_scale), x_scale, backend)
+    return out
+
+
+@torch.library.impl(_library, "mega_moe_out", "CompositeExplicitAutograd")
+@torch.compiler.disable
+def _mega_moe_out(
+    out, x, topk_ids, topk_weights, w13, w2, w13_scale, w2_scale, x_scale=None, backend="cuda"
+):
+    _run(out, x, topk_ids, topk_weights, (w13, w2, w13_scale, w2_scale), x_scale, backend)
+    if not out.is_inference():  # those have no version
+        torch.autograd.graph.increment_version(out)
+
+
+@torch.library.register_fake("jitmoe::mega_moe", lib=_library)
+def _fake(x, *_):
+    return x.new_empty(x.shape, dtype=torch.bfloat16)
+
+
+@torch.library.register_fake("jitmoe::mega_moe_out", lib=_library)
+def _fake_out(out, *_):
+    return None
+
+
+def _set_up_backward(ctx, inputs, output):
+    _refuse_grad(inputs)
+
+
+def _no_backward(ctx, grad):
+    raise AssertionError("refused before")
+
+
+torch.library.register_autograd(
+    "jitmoe::mega_moe", _no_backward, setup_context=_set_up_backward, lib=_library
+)
+_new, _into = torch.ops.jitmoe.mega_moe.default, torch.ops.jitmoe.mega_moe_out.default
+
+
+def _refuse_grad(inputs) -> None:
+    """Raise RuntimeError if one of the inputs, in the order of the schema, requires grad."""
+    asking = [
+        name
+        for name, value in zip(_INPUTS, inputs, strict=False)
+        if value is not None and value.requires_grad
+    ]
+    if asking:
+        raise RuntimeError(
+            f"jitmoe::mega_moe has no backward, and grad is required of {', '.join(asking)}; "
+            "call it under torch.no_grad() or torch.inference_mode(), or detach them"
+        )
+
+
+def _run(out, x, topk_ids, topk_weights, weights, x_scale, backend) -> None:
+    weights = *weights[:2], *map(_f32, weights[2:])
+    if backend == "emulated":
+        read, weights = _host, ExpertWeights(*map(_host, weights, _INPUTS[3:7]))
+    elif backend == "cuda":
+        read, weights = _as_is, _known_weights(*map(_place, weights))
+    else:
+        raise ValueError(f'backend must be "cuda" or "emulated", got {backend!r}')
+    x = read(x, "x")
+    rows = x if x_scale is None else (x, read(x_scale, "x_scale"))
+    ids, router = read(topk_ids, "topk_ids"), read(topk_weights, "topk_weights")
+    # A model may lie on several GPUs, of which one is current.
+    with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
+        launch(rows, ids, router, weights, out=read(out, "out"), backend=backend)
+
+
+_E8M0 = getattr(torch, "float8_e8m0fnu", None)  # PyTorch 2.7 and later
+
+
+def _f32(scale: torch.Tensor) -> torch.Tensor:
+    """Scales in e8m0 as f32, made once and kept with the tensor; others as they are.
+
+    They are made anew where the tensor lies elsewhere or was written since, but a write through
+    `.data` leaves no trace.
+    """
+    if scale.dtype != _E8M0:
+        return scale
+    if scale.is_inference():  # has no version
+        return _widened(scale)
+    state = scale.data_ptr(), scale._version
+    known = getattr(scale, "_jitmoe_f32", None)
+    if known is None or known[0] != state:
+        known = state, _widened(scale)
+        # Made during a capture, they are the graph's, and hold nothing before it runs.
+        if not (scale.is_cuda and torch.cuda.is_current_stream_capturing()):
+            scale._jitmoe_f32 = known
+    return known[1]
+
+
+def _widened(scale: torch.Tensor) -> torch.Tensor:
+    return scale.detach().to(torch.float32, memory_format=torch.contiguous_format)
+
+
+def _as_is(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    return tensor
+
+
+def _host(tensor: torch.Tensor, name: str):
+    """A tensor on the CPU as a NumPy array of the same memory, by ml_dtypes where NumPy has no such
+    type.
+    """
+    if tensor.device.type != "cpu":
+        raise TypeError(
+            f'{name} must be on the CPU for backend="emulated", got a tensor on {tensor.device}; '
+            'move it with .cpu(), or leave backend="cuda"'
+        )
+    tensor = tensor.detach()
+    kind = getattr(ml_dtypes, str(tensor.dtype).removeprefix("torch."), None)
+    if kind is None:
+        return tensor.numpy()
+    bits = torch.uint8 if tensor.element_size() == 1 else torch.uint16
+    return tensor.view(bits).numpy().view(kind)
+
+
+def _place(tensor: torch.Tensor) -> tuple:
+    """All that a kernel knows of a tensor of weights."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+@lru_cache(MAX_LAYERS)
+def _known_weights(*places: tuple) -> ExpertWeights:
+    """ExpertWeights of four places, made once for each.
+
+    Made of the key alone, so it is right for whatever tensors lie there: checked layouts, plans,
+    and tensor maps, which hold addresses and strides. Values are read by the kernel, so weights may
+    be written; memory that was freed and given to another layer of the same layout serves that one.
+    No tensor is held, so a model's memory is free as soon as its owner lets go of it.
+    """
+    return ExpertWeights(*map(_Memory, places, _INPUTS[3:7]))
+
+
+_TYPES = {torch.float8_e4m3fn: ("|u1", 1), torch.uint8: ("|u1", 1), torch.float32: ("<f4", 4)}
+
+
+class _Memory:
+    """A tensor's place for `ExpertWeights`, without a hold on the tensor."""
+
+    def __init__(self, place: tuple, name: str):
+        address, shape, strides, dtype, device = place
+        if device.type != "cuda":
+            raise TypeError(
+                f'{name} must be on a GPU for backend="cuda", got a tensor on {device}; move it '
+                'with .cuda(), or run the kernel on this CPU with backend="emulated"'
+            )
+        if dtype not in _TYPES:
+            raise ValueError(
+                f"{name} must have dtype {'f32' if 'scale' in name else 'e4m3 or u8'}, "
+                f"got {str(dtype).removeprefix('torch.')}; convert or view it"
+            )
+        typestr, itemsize = _TYPES[dtype]
+        self.__cuda_array_interface__ = {
+            "version": 3,
+            "data": (address, False),
+            "shape": tuple(shape),
+            "strides": tuple(stride * itemsize for stride in strides),
+            "typestr": typestr,
+        }

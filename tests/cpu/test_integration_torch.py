@@ -1,0 +1,281 @@
+"""jitmoe.integrations.torch on a CPU: the operators, emulated, and what they refuse."""
+
+import warnings
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from jitmoe.emulate.compile import NoHostCompiler, compiler
+
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install 'jitmoe[torch]'")
+
+import torch_layer  # noqa: E402
+from torch_layer import HIDDEN, WEIGHTS, error, quantized, tokens  # noqa: E402
+
+from jitmoe.integrations import torch as integration  # noqa: E402
+from jitmoe.integrations.torch import mega_moe  # noqa: E402
+
+NEW_OP, OUT_OP = torch.ops.jitmoe.mega_moe.default, torch.ops.jitmoe.mega_moe_out.default
+
+try:
+    compiler()
+except NoHostCompiler as error_:
+    pytest.skip(str(error_), allow_module_level=True)
+
+BACKENDS = ("eager", "aot_eager")  # of torch.compile; these need no compiler
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+
+
+def emulate(*given, **kwargs):
+    return mega_moe(*given, backend="emulated", **kwargs)
+
+
+def refusal(kind, call):
+    with pytest.raises(kind) as caught:
+        call()
+    message = str(caught.value)
+    assert "\n" not in message and len(message) < 300, "one sentence"
+    return message
+
+
+# Results
+
+
+@pytest.mark.parametrize("num_tokens", [1, 20, 150])
+def test_results(num_tokens):
+    given = tokens(num_tokens)
+    y = emulate(*given, *WEIGHTS)
+    assert y.dtype == torch.bfloat16 and y.shape == given.x.shape and y.is_contiguous()
+    assert error(y, given) < 4e-3
+
+
+def test_quantised_x_wide_ids_and_bf16_weights():
+    x, ids, router = tokens(7)
+    router = router.bfloat16()
+    codes, scale = quantized(x)
+    y = emulate(codes, ids.long(), router, *WEIGHTS, x_scale=scale)
+    assert error(y, (x, ids, router)) < 4e-3
+
+
+def test_out():
+    given = tokens(7)
+    memory = torch.full((7, HIDDEN + 64), 7.0, dtype=torch.bfloat16)
+    out = memory[:, :HIDDEN]
+    assert emulate(*given, *WEIGHTS, out=out) is out
+    assert torch.equal(out, emulate(*given, *WEIGHTS)) and (memory[:, HIDDEN:] == 7).all()
+
+
+def test_no_tokens():
+    assert emulate(*tokens(0), *WEIGHTS).shape == (0, HIDDEN)
+
+
+def powers_of_two():
+    """The layer's scales rounded to powers of two: as e8m0, and the layer for the oracle."""
+    exponents = [scale.log2().round().exp2() for scale in WEIGHTS[2:]]
+    layer = torch_layer.LAYER
+    layer = layer._replace(w13_scale=exponents[0].numpy(), w2_scale=exponents[1].numpy())
+    return [scale.to(torch.float8_e8m0fnu) for scale in exponents], layer
+
+
+def test_e8m0_scales_are_converted_once():
+    given, (scales, layer) = tokens(7), powers_of_two()
+    y = emulate(*given, *WEIGHTS[:2], *scales)
+    assert error(y, given, layer) < 4e-3
+    first = integration._f32(scales[0])
+    assert first.dtype == torch.float32 and integration._f32(scales[0]) is first
+    scales[0].copy_(scales[0].clone())  # written: may hold other values now
+    assert integration._f32(scales[0]) is not first
+    with torch.inference_mode():
+        fresh = scales[0].clone()
+        assert torch.equal(integration._f32(fresh), first)
+
+
+# What PyTorch asks of operators
+
+
+def checked_arguments():
+    """Weights as bytes: PyTorch's checks cannot compare e4m3."""
+    weights = [w.view(torch.uint8) if w.element_size() == 1 else w for w in WEIGHTS]
+    return [*tokens(5), *weights]
+
+
+@pytest.mark.parametrize("has_out", [False, True], ids=["new", "out"])
+def test_opcheck(has_out):
+    arguments, op = checked_arguments(), NEW_OP
+    if has_out:
+        arguments, op = (
+            [torch.empty_like(arguments[0]), *arguments],
+            OUT_OP,
+        )
+    results = torch.library.opcheck(op, arguments, {"backend": "emulated"})
+    assert set(results.values()) == {"SUCCESS"}
+
+
+def test_opcheck_quantised_x():
+    x, *rest = checked_arguments()
+    codes, scale = quantized(x)
+    kwargs = {"x_scale": scale, "backend": "emulated"}
+    torch.library.opcheck(NEW_OP, (codes.view(torch.uint8), *rest), kwargs)
+
+
+def test_schemas():
+    assert not NEW_OP._schema.is_mutable and OUT_OP._schema.is_mutable
+    assert [a.name for a in OUT_OP._schema.arguments if a.alias_info] == ["out"]
+
+
+def test_operators_without_the_function_around_them():
+    given, out = tokens(3), torch.empty(3, HIDDEN, dtype=torch.bfloat16)
+    y = NEW_OP(*given, *WEIGHTS, backend="emulated")
+    version = out._version
+    assert OUT_OP(out, *given, *WEIGHTS, backend="emulated") is None
+    assert torch.equal(y, out) and torch.equal(y, emulate(*given, *WEIGHTS))
+    assert out._version > version
+    given.x.requires_grad_()
+    refusal(RuntimeError, lambda: NEW_OP(*given, *WEIGHTS, backend="emulated"))
+
+
+def test_fake_tensors():
+    with torch.device("meta"):
+        x = torch.empty(33, HIDDEN, dtype=torch.bfloat16)
+        ids, router = torch.empty(33, 2, dtype=torch.int64), torch.empty(33, 2)
+    y = mega_moe(x, ids, router, *(w.to("meta") for w in WEIGHTS))
+    assert (y.device.type, y.shape, y.dtype) == ("meta", (33, HIDDEN), torch.bfloat16)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled(backend):
+    """Whole graphs, with other numbers of tokens as well."""
+
+    def layer(x, ids, router):
+        return emulate(2 * x, ids, router, *WEIGHTS) + 1
+
+    compiled = torch.compile(layer, fullgraph=True, backend=backend, dynamic=True)
+    for num_tokens in (5, 9):
+        given = tokens(num_tokens)
+        assert torch.equal(compiled(*given), layer(*given))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_out(backend):
+    def layer(x, ids, router):
+        out = torch.zeros_like(x)
+        emulate(x, ids, router, *WEIGHTS, out=out)
+        return out + 1
+
+    compiled = torch.compile(layer, fullgraph=True, backend=backend)
+    given = tokens(5)
+    assert torch.equal(compiled(*given), layer(*given))
+
+
+# Refusals
+
+
+@pytest.mark.parametrize("has_out", [False, True], ids=["new", "out"])
+def test_grad_is_refused(has_out):
+    x, ids, router = tokens(3)
+    kwargs = {"out": torch.empty_like(x)} if has_out else {}
+    x.requires_grad_()
+    message = refusal(RuntimeError, lambda: emulate(x, ids, router, *WEIGHTS, **kwargs))
+    assert "no backward" in message and "of x;" in message and "torch.no_grad()" in message
+    with torch.no_grad():
+        emulate(x, ids, router, *WEIGHTS, **kwargs)
+    with torch.inference_mode():
+        emulate(x, ids, router, *WEIGHTS, **kwargs)
+    router.requires_grad_()
+    with pytest.raises(RuntimeError, match="of x, topk_weights;"):
+        emulate(x, ids, router, *WEIGHTS, **kwargs)
+
+
+def test_grad_is_refused_when_compiled():
+    x, ids, router = tokens(3)
+    x.requires_grad_()
+    compiled = torch.compile(
+        lambda x: emulate(x, ids, router, *WEIGHTS), fullgraph=True, backend="aot_eager"
+    )
+    with pytest.raises(Exception, match="no backward"):
+        compiled(x)
+    with torch.no_grad():
+        assert torch.equal(compiled(x), emulate(x, ids, router, *WEIGHTS))
+
+
+def test_the_cpu_is_used_only_if_asked():
+    given = tokens(3)
+    message = refusal(TypeError, lambda: mega_moe(*given, *WEIGHTS))
+    assert "w13 must be on a GPU" in message and "got a tensor on cpu" in message
+    assert 'backend="emulated"' in message
+    message = refusal(ValueError, lambda: mega_moe(*given, *WEIGHTS, backend="triton"))
+    assert message == 'backend must be "cuda" or "emulated", got \'triton\''
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": lambda x: x.half()}, "x must have dtype bf16 or u16, got f16"),
+        ({"x": lambda x: x[:, :128]}, r"x must have shape \[\*, 256\], got \[3, 128\]"),
+        ({"topk_ids": lambda ids: ids.short()}, "topk_ids must have dtype i32 or i64"),
+        ({"topk_weights": lambda router: router[:, :1]}, r"topk_weights must have shape \[3, 2\]"),
+        ({"w13": lambda w: w.view(torch.float8_e5m2)}, "w13 must have dtype e4m3 or u8, got float"),
+        ({"w2_scale": lambda s: s.double()}, "w2_scale must have dtype f32, got f64"),
+        ({"w13_scale": lambda s: s[:, :1]}, r"w13_scale must have shape \[4, 2, 2\]"),
+    ],
+)
+def test_misfits(change, message):
+    names = ("x", "topk_ids", "topk_weights", "w13", "w2", "w13_scale", "w2_scale")
+    given = dict(zip(names, (*tokens(3), *WEIGHTS), strict=True))
+    for name, alter in change.items():
+        given[name] = alter(given[name])
+    with pytest.raises(ValueError, match=message):
+        emulate(**given)
+
+
+# Weights on a GPU, by their places
+
+
+@pytest.mark.parametrize(("dtype", "typestr"), [("uint8", "|u1"), ("float32", "<f4")])
+def test_memory_describes_the_tensor(dtype, typestr):
+    """NumPy reads the same dictionary for memory of the host."""
+    tensor = torch.arange(2 * 6 * 8).to(getattr(torch, dtype)).reshape(2, 6, 8)[:, ::2, :5]
+    place = (*integration._place(tensor)[:4], torch.device("cuda:0"))
+    interface = integration._Memory(place, "w13").__cuda_array_interface__
+    assert interface["typestr"] == typestr
+    array = np.asarray(SimpleNamespace(__array_interface__=interface))
+    assert np.array_equal(array, tensor.numpy()) and array.ctypes.data == tensor.data_ptr()
+
+
+def test_memory_of_a_wrong_type_is_refused():
+    wrong = 0, (4, 256, 256), (65536, 256, 1), torch.bfloat16, torch.device("cuda:0")
+    message = refusal(ValueError, lambda: integration._Memory(wrong, "w13"))
+    assert message.startswith("w13 must have dtype e4m3 or u8, got bfloat16")
+    message = refusal(ValueError, lambda: integration._Memory(wrong, "w2_scale"))
+    assert message.startswith("w2_scale must have dtype f32, got bfloat16")
+
+
+def test_weights_are_known_by_their_places(monkeypatch):
+    """Made once for a place, held by no tensor, and at most so many."""
+    made = []
+    monkeypatch.setattr(integration, "ExpertWeights", lambda *memory: made.append(memory) or memory)
+    integration._known_weights.cache_clear()
+    try:
+        tensors = [w.clone() for w in WEIGHTS]
+        monkeypatch.setattr(torch.Tensor, "device", torch.device("cuda:0"))
+        places = [integration._place(tensor) for tensor in tensors]
+        first = integration._known_weights(*places)
+        again = [w.view(torch.uint8).view(w.dtype) for w in tensors]  # other tensors, there
+        assert integration._known_weights(*map(integration._place, again)) is first
+        other = integration._known_weights(*places[:3], integration._place(tensors[3].clone()))
+        assert other is not first and len(made) == 2
+        assert not any(isinstance(part, torch.Tensor) for part in first)
+        assert integration._known_weights.cache_info().maxsize == integration.MAX_LAYERS
+    finally:
+        integration._known_weights.cache_clear()
+
+
+def test_nothing_warns():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        emulate(*tokens(3), *WEIGHTS)

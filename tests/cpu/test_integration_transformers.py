@@ -1,0 +1,238 @@
+"""jitmoe.integrations.transformers on a CPU: a tiny FP8 Qwen3-MoE through the emulated kernel, and
+the experts that are refused.
+"""
+
+from types import MethodType, SimpleNamespace
+
+import pytest
+
+from jitmoe.emulate.compile import NoHostCompiler, compiler
+
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install 'jitmoe[transformers]'")
+transformers = pytest.importorskip(
+    "transformers", reason="needs transformers: pip install 'jitmoe[transformers]'"
+)
+
+from qwen3_moe import NAMES, bf16_model, fp8_model  # noqa: E402
+from torch_layer import EXPERTS, LAYER, TOP_K, WEIGHTS, error, tokens  # noqa: E402
+from transformers.integrations import finegrained_fp8, moe  # noqa: E402
+
+from jitmoe.integrations import transformers as integration  # noqa: E402
+
+try:
+    compiler()
+except NoHostCompiler as error_:
+    pytest.skip(str(error_), allow_module_level=True)
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    """Emulated, and gone afterwards."""
+    torch._dynamo.reset()
+    integration.register(backend="emulated")
+    yield
+    for registry in (finegrained_fp8.FP8ExpertsInterface, moe.ExpertsInterface):
+        registry._global_mapping.pop("jitmoe")
+
+
+def fp8_experts(**changes):
+    return fp8_model(num_hidden_layers=1, **changes).model.layers[0].mlp.experts
+
+
+def refused(call):
+    with pytest.raises(NotImplementedError) as caught:
+        call()
+    message = str(caught.value)
+    assert "\n" not in message and len(message) < 300, "one sentence"
+    return message
+
+
+# Results
+
+
+@pytest.mark.parametrize("num_tokens", [1, 20])
+@torch.no_grad()
+def test_experts(num_tokens):
+    """Ids int64 and weights in the model's type; ids of no expert here are unused slots."""
+    experts, given = fp8_experts(), tokens(num_tokens)
+    ids, router = given.topk_ids.long(), given.topk_weights.bfloat16()
+    assert num_tokens == 1 or ((ids < 0).any() and (ids >= EXPERTS).any())
+    y = experts(given.x, ids, router)
+    assert y.dtype == torch.bfloat16 and y.shape == given.x.shape
+    assert error(y, (given.x, ids, router)) < 4e-3
+
+
+@torch.no_grad()
+def test_strided_arguments():
+    experts, given = fp8_experts(), tokens(6)
+    wide = torch.stack([given.x, given.x], dim=-1)[..., 0]
+    ids, router = (t.repeat(1, 2)[:, :TOP_K] for t in given[1:])
+    assert not any(tensor.is_contiguous() for tensor in (wide, ids, router))
+    assert torch.equal(experts(wide, ids, router), experts(*given))
+
+
+@torch.no_grad()
+def test_scales_in_powers_of_two():
+    experts, given = fp8_experts(scale_fmt="ue8m0"), tokens(6)
+    assert experts.down_proj_scale_inv.dtype == torch.float8_e8m0fnu
+    scales = [getattr(experts, name).float().numpy() for name in NAMES[2:]]
+    layer = LAYER._replace(w13_scale=scales[0], w2_scale=scales[1])
+    assert error(experts(*given), given, layer) < 4e-3
+
+
+@torch.no_grad()
+def test_model():
+    """Logits of a prompt, beside the same model in bf16, and tokens one by one.
+
+    Gate, up and what follows from them are off by 2.6 % each, the noise of e4m3. One layer, since
+    another's router may choose by that noise.
+    """
+    prompt = torch.arange(12)[None]
+    model, reference = (make(num_hidden_layers=1) for make in (fp8_model, bf16_model))
+    logits, wanted = (m(prompt).logits.float() for m in (model, reference))
+    assert (logits - wanted).norm() < 0.06 * wanted.norm()
+    model = fp8_model()
+    longer = model.generate(prompt, max_new_tokens=3, min_new_tokens=3, do_sample=False)
+    assert longer.shape == (1, 15)
+
+
+@torch.no_grad()
+def test_another_implementation_and_back():
+    model, given = fp8_model(), tokens(4)
+    experts = model.model.layers[0].mlp.experts
+    before = [getattr(experts, name).data_ptr() for name in NAMES]
+    bits = [getattr(experts, name).view(torch.uint8).clone() for name in NAMES]
+    y = experts(*given)
+    model.set_experts_implementation("grouped_mm")
+    assert experts.config._experts_implementation == "grouped_mm"
+    model.set_experts_implementation("jitmoe")
+    assert torch.equal(experts(*given), y)
+    assert before == [getattr(experts, name).data_ptr() for name in NAMES]
+    for name, codes in zip(NAMES, bits, strict=True):
+        assert torch.equal(getattr(experts, name).view(torch.uint8), codes)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@torch.no_grad()
+def test_compiled(backend):
+    experts, given = fp8_experts(), tokens(5)
+    compiled = torch.compile(experts, fullgraph=True, backend=backend)
+    assert torch.equal(compiled(*given), experts(*given))
+
+
+@torch.no_grad()
+def test_compiled_model():
+    model, prompt = fp8_model(), torch.arange(12)[None]
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    logits = [m(prompt, use_cache=False).logits for m in (compiled, model)]
+    assert torch.equal(*logits)
+
+
+# Refusals
+
+
+def test_register_refuses_other_backends():
+    with pytest.raises(ValueError, match='must be "cuda" or "emulated", got \'triton\''):
+        integration.register(backend="triton")
+
+
+def test_bf16_experts_are_refused():
+    model = bf16_model("jitmoe", num_hidden_layers=1)
+    message = refused(lambda: model(torch.arange(3)[None]))
+    assert message.startswith("Qwen3MoeExperts of qwen3_moe: ") and "got bfloat16" in message
+    assert 'load an FP8 checkpoint, or choose "grouped_mm"' in message
+    model.set_experts_implementation("eager")
+    assert model(torch.arange(3)[None]).logits.isfinite().all()
+
+
+@torch.no_grad()
+def test_the_cpu_is_used_only_if_asked():
+    integration.register()
+    experts = fp8_experts()
+    with pytest.raises(TypeError, match="w13 must be on a GPU"):
+        experts(*tokens(3))
+
+
+def test_grad_is_refused():
+    experts, given = fp8_experts(), tokens(3)
+    given.x.requires_grad_()
+    with pytest.raises(RuntimeError, match="no backward"):
+        experts(*given)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("has_gate", False, "needs has_gate True, got False"),
+        ("is_concatenated", False, "is_concatenated True"),
+        ("is_transposed", True, "is_transposed False"),
+        ("has_bias", True, "has_bias False"),
+        ("has_post_expert_norm", True, "has_post_expert_norm False"),
+        ("block_size", (1, 128), r"block_size \(128, 128\), got \(1, 128\)"),
+        ("block_size", None, r"block_size \(128, 128\), got None"),
+        ("activation_scheme", "static", 'activation_scheme dynamic, got static; choose "eager"'),
+        ("swiglu_limit", 7.0, 'swiglu_limit None, got 7.0; choose "grouped_mm"'),
+        ("swiglu_alpha", 1.702, "swiglu_alpha None"),
+        ("limit", 10.0, "limit None"),
+        ("gate_softcap", 5.0, "gate_softcap None"),
+        ("act_fn", torch.nn.GELU(), "activation silu, got GELU"),
+    ],
+)
+@torch.no_grad()
+def test_other_experts_are_refused(field, value, words):
+    experts = fp8_experts()
+    setattr(experts, field, value)
+    with pytest.raises(NotImplementedError, match=words) as caught:
+        experts(*tokens(3))
+    assert str(caught.value).startswith("FP8Experts of qwen3_moe: ")
+    refused(lambda: experts(*tokens(3)))
+
+
+@torch.no_grad()
+def test_a_gate_of_ones_own_is_refused(monkeypatch):
+    def _apply_gate(self, gate_up):
+        return torch.sigmoid(gate_up.chunk(2, dim=-1)[0])
+
+    experts = fp8_experts()
+    experts._apply_gate = MethodType(_apply_gate, experts)
+    assert "needs _apply_gate silu(gate) * up, got" in refused(lambda: experts(*tokens(3)))
+    experts._apply_gate = lambda gate_up: gate_up
+    assert "<lambda>" in refused(lambda: experts(*tokens(3)))
+    del experts._apply_gate
+    assert experts(*tokens(3)).isfinite().all()
+    monkeypatch.setattr(type(experts), "_apply_gate", _apply_gate)
+    refused(lambda: experts(*tokens(3)))
+
+
+@torch.no_grad()
+def test_other_formats_are_refused():
+    experts = fp8_experts()
+    assert "activations in bfloat16, got float16; load the model" in refused(
+        lambda: experts(tokens(3).x.half(), *tokens(3)[1:])
+    )
+    experts.gate_up_proj = torch.nn.Parameter(WEIGHTS[0].view(torch.int8), requires_grad=False)
+    assert 'float8_e4m3fn, got int8; choose "deepgemm" for FP4' in refused(
+        lambda: experts(*tokens(3))
+    )
+
+
+def test_plain_gates():
+    """A gate is judged by what it computes, and by what it reads."""
+    assert finegrained_fp8.FP8Experts._apply_gate in integration._PLAIN_GATES
+
+    def swapped(self, gate_up):
+        up, gate = gate_up.chunk(2, dim=-1)
+        return self.act_fn(gate) * up
+
+    def clamped(self, gate_up):
+        return moe._default_apply_gate(self, gate_up.clamp(max=10))
+
+    def unknown(self, gate_up):
+        return moe._default_apply_gate(self, gate_up) if self.new_field is None else None
+
+    assert integration._is_plain(moe._default_apply_gate)
+    assert not any(map(integration._is_plain, (swapped, clamped, unknown)))
+
+
+def test_names_without_a_model():
+    assert integration._named(SimpleNamespace()) == "SimpleNamespace"

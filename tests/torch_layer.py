@@ -1,0 +1,46 @@
+"""A small layer and its tokens as PyTorch tensors, and what the oracle says of them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from jitmoe import fp8, reference
+
+EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 4, 256, 128, 2
+LAYER = reference.random_layer(EXPERTS, HIDDEN, INTERMEDIATE, seed=1)
+WEIGHTS = (
+    torch.from_numpy(LAYER.w13).view(torch.float8_e4m3fn),
+    torch.from_numpy(LAYER.w2).view(torch.float8_e4m3fn),
+    torch.from_numpy(LAYER.w13_scale),
+    torch.from_numpy(LAYER.w2_scale),
+)
+
+
+class Tokens(NamedTuple):
+    """In the order of `mega_moe`; a third of the slots are unused."""
+
+    x: torch.Tensor
+    topk_ids: torch.Tensor
+    topk_weights: torch.Tensor
+
+
+def tokens(num_tokens: int, seed: int = 2) -> Tokens:
+    made = reference.random_tokens(num_tokens, HIDDEN, EXPERTS, TOP_K, seed, routing="unused")
+    x, ids, router = map(torch.from_numpy, made)
+    return Tokens(x.bfloat16(), ids, router)
+
+
+def quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x as e4m3 codes and their scales."""
+    codes, scale = fp8.quantize_tokens(x.float().numpy())
+    return torch.from_numpy(codes).view(torch.float8_e4m3fn), torch.from_numpy(scale)
+
+
+def error(y: torch.Tensor, given, layer=LAYER) -> float:
+    """y's relative error to the oracle that rounds where the kernel does."""
+    x, ids, router = (tensor.float().numpy() for tensor in given)
+    args = *fp8.quantize_tokens(x), ids.astype("i8"), router, *layer
+    ref = reference.mega_moe(*args, requantize=True)
+    return reference.relative_error(y.float().numpy(), ref)
