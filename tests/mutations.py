@@ -112,6 +112,9 @@ EQUIVALENT = {
     "ended: only later",
     "roles/schedule.cuh: without wait_barrier(p, kWaitTaskWanted, &smem.task_wanted[wanted.stage], "
     "wanted.stage, wanted.parity());": "tasks are claimed as soon as a slot is free: only earlier",
+    "roles/schedule.cuh: ) wanted = slot; -> ) wanted = wanted;": "two are claimed ahead, whatever "
+    "their length: only earlier",
+    "roles/schedule.cuh: task.k_begin -> 0 #2": "fewer parts are taken for short: only later",
     "roles/schedule.cuh: k * (part + 1) / parts -> k": "the first part is the whole tile then, "
     "which finishes it, and the others' sums are never joined",
     "roles/feed.cuh: task.k_begin -> 0": "prefill has no parts: it is 0",
