@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from jitmoe.cli_layer import (
+    Activation,
     Config,
     Ep,
     Experts,
@@ -20,6 +21,7 @@ from jitmoe.cli_layer import (
     Model,
     TopK,
     layer_shape,
+    layer_variant,
     title,
 )
 
@@ -35,6 +37,7 @@ def emulate(
     experts: Experts = None,
     top_k: TopK = None,
     ep: Ep = 1,
+    activation: Activation = "swiglu",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of the call.")] = 40,
     routing: Annotated[
         str,
@@ -73,15 +76,16 @@ def emulate(
     named = any(value is not None for value in layer.values())
     shape = layer_shape(**layer) if named else layer_shape(None, None, **SMALL_LAYER)
     problem = shape.problem(tokens, ep)
-    plan = choose(problem, gpu_spec("h200"))
+    variant = layer_variant(activation)
+    plan = choose(problem, gpu_spec("h200"), **variant.plan_fields)
     _warn_if_slow(*emulation.expected_seconds(problem, checked))
-    session = emulation.open_session(plan, tokens, routing, blocks, checked)
+    session = emulation.open_session(plan, tokens, routing, blocks, checked, variant)
     if not as_json:
         typer.echo(
             f"{title(shape, ep)}: {tokens:,} tokens, hidden {shape.hidden:,}, intermediate "
             f"{shape.intermediate:,}, {problem.num_experts} experts, top_k {shape.top_k}; "
-            f"{plan.bucket} kernel, {blocks} block{'s' * (blocks > 1)}, {routing} routing"
-            f"{', checked' * checked}"
+            f"{activation}, {plan.bucket} kernel, {blocks} block{'s' * (blocks > 1)}, "
+            f"{routing} routing{', checked' * checked}"
         )
     start = time.perf_counter()
     outcomes = []
@@ -93,11 +97,13 @@ def emulate(
 
     last = outcomes[-1]
     call = {"ep": ep, "tokens": tokens, "routing": routing, "blocks": blocks, "seed": last.seed}
+    call["activation"] = None if activation == "swiglu" else activation
     replay = None if last.is_right else _command(layer | call, checked)
     if as_json:
         report = {
             "layer": title(shape, ep),
             "problem": asdict(problem),
+            "activation": activation,
             "bucket": plan.bucket,
             "routing": routing,
             "num_blocks": blocks,

@@ -18,6 +18,8 @@ from jitmoe.fp8 import (
     round_bf16,
     to_float,
 )
+from jitmoe.plan.variant import Activation
+from jitmoe.reference_activations import activate
 
 GATE_UP = ("gate_first", "up_first")
 ROUTINGS = ("uniform", "zipf", "hot_expert", "one_expert", "unused", "duplicates")
@@ -36,9 +38,12 @@ def mega_moe(
     *,
     requantize: bool,
     gate_up: str = "gate_first",
+    activation: Activation | str = "swiglu",
     xp=np,
 ):
-    """y[t] = sum over slots s of topk_weights[t, s] * (silu(gate) * up) @ w2[topk_ids[t, s]].T
+    """y[t] = sum over slots s of topk_weights[t, s] * mid @ w2[topk_ids[t, s]].T
+
+    with mid = activate(gate, up, activation), by default silu(gate) * up.
 
     x             [num_tokens, hidden] e4m3; or float or bf16 bits, with x_scale None, which
                   `quantize_tokens` then quantises
@@ -56,7 +61,7 @@ def mega_moe(
     returns       float64 [num_tokens, hidden], before the rounding to bf16
 
     requantize=False is the formula on the dequantised inputs, in float64. requantize=True rounds
-    where the kernel does: silu(gate) * up by `quantize_tokens`, each slot's weighted row to bf16,
+    where the kernel does: mid by `quantize_tokens`, each slot's weighted row to bf16,
     and the sum of the rows, in slot order, to float32. Raises ValueError for shapes that do not
     fit each other.
     """
@@ -89,7 +94,7 @@ def mega_moe(
         gate, up = gate_and_up[:, :intermediate], gate_and_up[:, intermediate:]
         if gate_up == "up_first":
             gate, up = up, gate
-        mid = silu(gate, xp) * up
+        mid = activate(gate, up, activation, xp)
         if requantize:
             mid = dequantize_tokens(*quantize_tokens(mid, xp), xp)
         rows = xp.matmul(mid, w2_e.T)
@@ -107,11 +112,6 @@ def mega_moe(
             total += slot_rows[:, slot]
         y = total.astype(xp.float64)
     return y
-
-
-def silu(x, xp=np):
-    """x * sigmoid(x), without overflow and accurate for large negative x too."""
-    return x * xp.exp(-xp.logaddexp(xp.zeros_like(x), -x))
 
 
 def relative_error(y, ref, xp=np) -> float:

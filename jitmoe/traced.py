@@ -9,8 +9,9 @@ import numpy as np
 from jitmoe.arguments import check_call, split_x
 from jitmoe.fused import mega_moe
 from jitmoe.plan.gpu import gpu_spec
-from jitmoe.plan.heuristics import choose
 from jitmoe.plan.mega_moe import MegaMoePlan
+from jitmoe.plan.variant import Activation, Variant
+from jitmoe.planned import find_plan
 from jitmoe.run.arrays import host_view, view
 from jitmoe.run.driver import device_spec
 from jitmoe.run.workspace import Workspace
@@ -25,6 +26,7 @@ def trace(
     topk_weights,
     weights: ExpertWeights,
     *,
+    activation: Activation | str = "swiglu",
     out=None,
     stream=None,
     plan: MegaMoePlan | None = None,
@@ -50,7 +52,8 @@ def trace(
     if fit.num_tokens == 0:
         raise ValueError("x must have tokens for a trace, got none; pass one at least")
     gpu = gpu_spec("h200") if is_emulated else device_spec(weights.device)
-    plan = plan or choose(weights.problem(fit.num_tokens, fit.top_k), gpu)
+    variant = Variant(Activation.of(activation))
+    plan = find_plan(weights, fit.num_tokens, fit.top_k, variant, plan)
     plan = replace(plan, trace=True)
     plan.check(gpu)
     if is_emulated:
@@ -58,14 +61,14 @@ def trace(
 
         if out is None:
             out = np.empty((fit.num_tokens, weights.hidden), np.uint16)
-        rings = launch(plan, x_rows, x_scale, topk_ids, topk_weights, weights, out).rings
+        rings = launch(plan, x_rows, x_scale, topk_ids, topk_weights, weights, out, variant).rings
     else:
-        rings = _rings((x, topk_ids, topk_weights, weights), plan, out, stream, backend)
+        rings = _rings((x, topk_ids, topk_weights, weights), plan, out, stream, variant)
     timeline = decode(rings, plan, "steps" if is_emulated else "ns")
     return Trace(**vars(timeline))
 
 
-def _rings(arguments: tuple, plan: MegaMoePlan, out, stream, backend: str) -> np.ndarray:
+def _rings(arguments: tuple, plan: MegaMoePlan, out, stream, variant: Variant) -> np.ndarray:
     """The stamps of a second launch in a workspace of its own."""
     import cupy
 
@@ -74,7 +77,7 @@ def _rings(arguments: tuple, plan: MegaMoePlan, out, stream, backend: str) -> np
 
     def launch():
         mega_moe(
-            *arguments, out=out, stream=stream, workspace=workspace, plan=plan, backend=backend
+            *arguments, **vars(variant), out=out, stream=stream, workspace=workspace, plan=plan
         )
         cupy.cuda.Device(device).synchronize()
         workspace.check()

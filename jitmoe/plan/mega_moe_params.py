@@ -49,4 +49,7 @@ def params(trace: bool) -> tuple[Param, ...]:
         Param("ids_are_i64", "u32"),
         Param("weights_are_bf16", "u32"),
         Param("timeout_us", "u32", "budget of every wait"),
+        Param("alpha", "f32", "of the clamped activation"),
+        Param("limit", "f32", "of the clamped activation"),
+        Param("up_offset", "f32", "of the clamped activation"),
     )

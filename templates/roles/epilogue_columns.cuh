@@ -1,6 +1,6 @@
-// What becomes of a tile's sums that hold channels by rows and tokens by columns. GEMM 1: SwiGLU, then
-// re-quantisation per token and 128 channels, e4m3 rows in Params::mid. GEMM 2: bf16 rows in Params::slices, one per
-// routed pair. Memory wants tokens by rows: both transpose through a buffer of the warp's own.
+// What becomes of a tile's sums that hold channels by rows and tokens by columns. GEMM 1: the activation,
+// then re-quantisation per token and 128 channels, e4m3 rows in Params::mid. GEMM 2: bf16 rows in Params::slices, one
+// per routed pair. Memory wants tokens by rows: both transpose through a buffer of the warp's own.
 
 // Largest magnitude of each token over the tile's 128 channels: lanes of a warp by shuffles, warps through shared
 // memory.
@@ -64,7 +64,7 @@ DEVICE void store_mid_columns(const Params& p, Smem& smem, const Task& task, con
             for (u32 i = 0; i < 2; ++i) {
                 // Registers 0, 1 are gate and 2, 3 up of one channel, for two tokens.
                 float& value = sums[m][4 * j + i];
-                value = silu(value) * sums[m][4 * j + 2 + i];
+                value = activate(p, value, sums[m][4 * j + 2 + i]);
                 amax[2 * j + i] = fmaxf(amax[2 * j + i], fabsf(value));
             }
         }

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jitmoe import ExpertWeights, MoeProblem, fused, mega_moe, prepare, workspace_bytes
+from jitmoe import ExpertWeights, MoeProblem, fused, mega_moe, planned, prepare, workspace_bytes
 from jitmoe.plan.gpu import gpu_spec
 from jitmoe.plan.heuristics import choose
 from jitmoe.run import arrays
@@ -380,7 +380,7 @@ def kernel(monkeypatch):
     kernel = FakeKernel()
     cuda = SimpleNamespace(Device=lambda device: nullcontext())
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
-    monkeypatch.setattr(fused, "device_spec", lambda device: gpu_spec("h200"))
+    monkeypatch.setattr(planned, "device_spec", lambda device: gpu_spec("h200"))
     monkeypatch.setattr(prepare, "loaded", lambda plan, device: kernel)
     monkeypatch.setattr(prepare, "load", lambda plan, device: kernel)
     monkeypatch.setattr(prepare, "ParamBlock", FakeParams)

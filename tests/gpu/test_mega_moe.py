@@ -2,7 +2,7 @@
 
 import pytest
 
-from jitmoe import ExpertWeights, mega_moe, reference
+from jitmoe import Activation, ExpertWeights, mega_moe, reference
 
 EXACT_BOUND = 2.6e-2  # the noise of the format, at sizes that average it out
 
@@ -44,6 +44,25 @@ def test_outliers(make_layer, make_call, workspace, num_tokens):
     """Channels 30 times as large as the others: accumulation and scales are per 128 channels."""
     call = make_call(make_layer(8, 1024, 512, outliers=8), num_tokens, 2, outliers=8)
     call.check(call.run(call.fp8, workspace), 5e-2)
+
+
+ACTIVATIONS = [
+    "swiglu_clamped",
+    "swiglu_oai",
+    Activation("swiglu_clamped", limit=1.5),
+    Activation("swiglu_oai", alpha=0.7, limit=1.0, up_offset=-0.5),
+    "geglu_tanh",
+    "geglu_erf",
+]
+
+
+@pytest.mark.parametrize("num_tokens", [16, 300, 2000])
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+def test_activations(make_layer, make_call, workspace, activation, num_tokens):
+    """Small limits cut many gates and ups off: their standard deviation is about 1."""
+    call = make_call(make_layer(12, 512, 320), num_tokens, 3)
+    y = call.run(call.fp8, workspace, activation=activation)
+    call.check(y, 4e-2, activation=activation)
 
 
 def test_no_tokens(make_layer, make_call, workspace):

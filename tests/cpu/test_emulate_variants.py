@@ -1,0 +1,82 @@
+"""Variants of the layer, emulated through the door in both buckets, against the oracle."""
+
+import math
+
+import numpy as np
+import pytest
+
+from jitmoe import Activation, ExpertWeights, fp8, mega_moe, reference
+from jitmoe.emulate.compile import NoHostCompiler, compiler
+
+try:
+    compiler()
+except NoHostCompiler as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+# Ragged ends of both GEMMs' tiles, and scale blocks that hold ends of both halves of w13. 150
+# tokens are prefill: tiles with tokens as rows, and short ones with tokens as columns.
+EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 4, 256, 208, 2
+BUCKETS = {"decode": 20, "prefill": 150}
+LAYER = reference.random_layer(EXPERTS, HIDDEN, INTERMEDIATE, seed=1)
+WEIGHTS = ExpertWeights(LAYER.w13, LAYER.w2, LAYER.w13_scale, LAYER.w2_scale)
+
+
+def call_arrays(num_tokens, factor=1.0, seed=2):
+    """x, ids and router weights. Gate and up have a standard deviation of about `factor`."""
+    tokens = reference.random_tokens(num_tokens, HIDDEN, EXPERTS, TOP_K, seed, routing="unused")
+    return fp8.encode_bf16(np.float32(factor) * tokens.x), tokens.topk_ids, tokens.topk_weights
+
+
+def oracle(given, **variant):
+    x, ids, router = given
+    return reference.mega_moe(x, None, ids, router, *LAYER, requantize=True, **variant)
+
+
+def check(given, **variant):
+    """One launch against the oracle, from which the plain layer is far; returns y."""
+    y = mega_moe(*given, WEIGHTS, backend="emulated", **variant)
+    ref = oracle(given, **variant)
+    assert reference.relative_error(y, ref) < 4e-3
+    assert reference.worst_element(y, ref) < 0.25
+    return y
+
+
+ACTIVATIONS = [
+    "swiglu_clamped",
+    "swiglu_oai",
+    Activation("swiglu_clamped", limit=2.0),
+    Activation("swiglu_oai", alpha=0.7, limit=3.0, up_offset=-0.5),
+    "geglu_tanh",
+    "geglu_erf",
+]
+
+
+@pytest.mark.parametrize("bucket", BUCKETS)
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+def test_activations(activation, bucket):
+    given = call_arrays(BUCKETS[bucket], factor=5.0)
+    y = check(given, activation=activation)
+    assert reference.relative_error(y, oracle(given)) > 1e-2
+
+
+@pytest.mark.parametrize("num_tokens", BUCKETS.values())
+def test_clamps_that_cut_nothing_off(num_tokens):
+    given = call_arrays(num_tokens)
+    unlimited = Activation("swiglu_clamped", limit=math.inf)
+    y = check(given, activation=unlimited)
+    assert np.array_equal(y, mega_moe(*given, WEIGHTS, backend="emulated"))
+
+
+@pytest.mark.parametrize("num_tokens", BUCKETS.values())
+def test_clamps_do_not_hide_nan(num_tokens):
+    x, ids, router = call_arrays(num_tokens)
+    x[0] = 0x7FC0
+    ids[0] = 0, 1
+    y = mega_moe(x, ids, router, WEIGHTS, activation="swiglu_oai", backend="emulated")
+    y = fp8.decode_bf16(y)
+    assert np.isnan(y[0]).all() and np.isfinite(y[1:]).all()
+
+
+def test_unknown_activations_are_refused():
+    with pytest.raises(ValueError, match="activation must be one of swiglu, .*, got 'gelu'; take"):
+        mega_moe(*call_arrays(3), WEIGHTS, activation="gelu", backend="emulated")
