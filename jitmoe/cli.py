@@ -24,6 +24,7 @@ from jitmoe.cli_layer import (
     Config,
     Ep,
     Experts,
+    GateUp,
     Hidden,
     Intermediate,
     Json,
@@ -136,6 +137,7 @@ def plan(
     top_k: TopK = None,
     ep: Ep = 1,
     activation: Activation = "swiglu",
+    gate_up: GateUp = "gate_first",
     tokens: TokenCount = 32,
     gpu: Gpu = None,
     as_json: Json = False,
@@ -144,7 +146,7 @@ def plan(
     from jitmoe.report import plan_report, print_plan
 
     shape = layer_shape(model, config, hidden, intermediate, experts, top_k)
-    fields = layer_variant(activation).plan_fields
+    fields = layer_variant(activation, gate_up).plan_fields
     report = plan_report(shape.problem(tokens, ep), _spec(gpu), **fields)
     if as_json:
         typer.echo(json.dumps({"layer": title(shape, ep), **report}, indent=2))
@@ -162,6 +164,7 @@ def show(
     top_k: TopK = None,
     ep: Ep = 1,
     activation: Activation = "swiglu",
+    gate_up: GateUp = "gate_first",
     tokens: TokenCount = 32,
     gpu: Gpu = None,
     plain: Annotated[bool, typer.Option(help="Without colours.")] = False,
@@ -171,7 +174,7 @@ def show(
     from jitmoe.plan.heuristics import choose
 
     shape = layer_shape(model, config, hidden, intermediate, experts, top_k)
-    fields = layer_variant(activation).plan_fields
+    fields = layer_variant(activation, gate_up).plan_fields
     text = render(choose(shape.problem(tokens, ep), _spec(gpu), **fields))
     if plain or not sys.stdout.isatty():
         typer.echo(text, nl=False)
@@ -191,6 +194,7 @@ def warmup(
     top_k: TopK = None,
     ep: Ep = 1,
     activation: Activation = "swiglu",
+    gate_up: GateUp = "gate_first",
     arch: Annotated[str, typer.Option(help="Architecture to build for.")] = "sm_90a",
     jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Kernels at a time.")] = 1,
 ) -> None:
@@ -198,7 +202,7 @@ def warmup(
     from jitmoe.prebuild import model_plans, prebuild
 
     shape = layer_shape(model, config, hidden, intermediate, experts, top_k)
-    plans = model_plans(shape, ep, arch, **layer_variant(activation).plan_fields)
+    plans = model_plans(shape, ep, arch, **layer_variant(activation, gate_up).plan_fields)
     if not prebuild(plans, jobs, _console()):
         raise typer.Exit(1)
 

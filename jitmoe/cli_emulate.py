@@ -15,6 +15,7 @@ from jitmoe.cli_layer import (
     Config,
     Ep,
     Experts,
+    GateUp,
     Hidden,
     Intermediate,
     Json,
@@ -38,6 +39,7 @@ def emulate(
     top_k: TopK = None,
     ep: Ep = 1,
     activation: Activation = "swiglu",
+    gate_up: GateUp = "gate_first",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of the call.")] = 40,
     routing: Annotated[
         str,
@@ -76,7 +78,7 @@ def emulate(
     named = any(value is not None for value in layer.values())
     shape = layer_shape(**layer) if named else layer_shape(None, None, **SMALL_LAYER)
     problem = shape.problem(tokens, ep)
-    variant = layer_variant(activation)
+    variant = layer_variant(activation, gate_up)
     plan = choose(problem, gpu_spec("h200"), **variant.plan_fields)
     _warn_if_slow(*emulation.expected_seconds(problem, checked))
     session = emulation.open_session(plan, tokens, routing, blocks, checked, variant)
@@ -98,12 +100,14 @@ def emulate(
     last = outcomes[-1]
     call = {"ep": ep, "tokens": tokens, "routing": routing, "blocks": blocks, "seed": last.seed}
     call["activation"] = None if activation == "swiglu" else activation
+    call["gate_up"] = None if gate_up == "gate_first" else gate_up
     replay = None if last.is_right else _command(layer | call, checked)
     if as_json:
         report = {
             "layer": title(shape, ep),
             "problem": asdict(problem),
             "activation": activation,
+            "gate_up": gate_up,
             "bucket": plan.bucket,
             "routing": routing,
             "num_blocks": blocks,

@@ -20,6 +20,7 @@ Activation = Annotated[
     str,
     typer.Option(help="swiglu, swiglu_clamped, swiglu_oai, geglu_tanh or geglu_erf."),
 ]
+GateUp = Annotated[str, typer.Option(help="Order of rows in w13: gate_first or up_first.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -48,11 +49,11 @@ def layer_shape(model, config, hidden, intermediate, experts, top_k):
     return models.ModelShape("layer", hidden, intermediate, experts, top_k, "command line")
 
 
-def layer_variant(activation: str):
+def layer_variant(activation: str, gate_up: str):
     """The Variant that the options name."""
     from jitmoe.plan import variant
 
-    return variant.Variant(variant.Activation(activation))
+    return variant.Variant(variant.Activation(activation), gate_up)
 
 
 def title(shape, ep: int) -> str:

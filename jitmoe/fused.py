@@ -137,7 +137,7 @@ def _make_ready(
     activation: Activation | str,
 ) -> Ready:
     key = (fit, plan, activation)
-    variant = Variant(Activation.of(activation))
+    variant = Variant(Activation.of(activation), weights.gate_up)
     plan = find_plan(weights, fit.num_tokens, fit.top_k, variant, plan)
     prepared = prepare(weights, plan, workspace, fit.num_tokens, stream)
     x_is_bf16 = fit.x_scale is None
@@ -188,7 +188,7 @@ def _emulated(x, topk_ids, topk_weights, weights, out, plan, activation):
     """mega_moe() for backend="emulated": the same checks, the plan of an H200."""
     x_rows, x_scale = split_x(x)
     fit = check_call(x_rows, x_scale, topk_ids, topk_weights, weights, out, host_view)
-    variant = Variant(Activation.of(activation))
+    variant = Variant(Activation.of(activation), weights.gate_up)
     if fit.num_tokens:
         plan = find_plan(weights, fit.num_tokens, fit.top_k, variant, plan)
     from jitmoe.fused_emulated import run
@@ -225,7 +225,7 @@ def warmup(
     weights.problem(num_tokens, top_k)
     address = current_stream("cupy", weights.device) if stream is None else stream_address(stream)
     workspace = workspace or implicit_workspace(weights.device, address)
-    variant = Variant(Activation.of(activation))
+    variant = Variant(Activation.of(activation), weights.gate_up)
     edges = bucket_edges(weights, num_tokens, top_k)
     last = {find_plan(weights, n, top_k, variant): n for n in edges}
     return [prepare(weights, plan, workspace, n, address).kernel for plan, n in last.items()]

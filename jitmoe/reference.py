@@ -18,10 +18,9 @@ from jitmoe.fp8 import (
     round_bf16,
     to_float,
 )
-from jitmoe.plan.variant import Activation
+from jitmoe.plan.variant import Activation, check_gate_up
 from jitmoe.reference_activations import activate
 
-GATE_UP = ("gate_first", "up_first")
 ROUTINGS = ("uniform", "zipf", "hot_expert", "one_expert", "unused", "duplicates")
 OUTLIER_FACTOR = 30.0
 
@@ -65,8 +64,7 @@ def mega_moe(
     and the sum of the rows, in slot order, to float32. Raises ValueError for shapes that do not
     fit each other.
     """
-    if gate_up not in GATE_UP:
-        raise ValueError(f"gate_up must be one of {', '.join(GATE_UP)}, got {gate_up!r}")
+    check_gate_up(gate_up)
     if x_scale is None:
         x, x_scale = quantize_tokens(x, xp)
     num_tokens, hidden = x.shape

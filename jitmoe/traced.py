@@ -52,7 +52,7 @@ def trace(
     if fit.num_tokens == 0:
         raise ValueError("x must have tokens for a trace, got none; pass one at least")
     gpu = gpu_spec("h200") if is_emulated else device_spec(weights.device)
-    variant = Variant(Activation.of(activation))
+    variant = Variant(Activation.of(activation), weights.gate_up)
     plan = find_plan(weights, fit.num_tokens, fit.top_k, variant, plan)
     plan = replace(plan, trace=True)
     plan.check(gpu)
@@ -63,22 +63,21 @@ def trace(
             out = np.empty((fit.num_tokens, weights.hidden), np.uint16)
         rings = launch(plan, x_rows, x_scale, topk_ids, topk_weights, weights, out, variant).rings
     else:
-        rings = _rings((x, topk_ids, topk_weights, weights), plan, out, stream, variant)
+        options = {"activation": activation, "out": out, "stream": stream, "plan": plan}
+        rings = _rings((x, topk_ids, topk_weights, weights), options)
     timeline = decode(rings, plan, "steps" if is_emulated else "ns")
     return Trace(**vars(timeline))
 
 
-def _rings(arguments: tuple, plan: MegaMoePlan, out, stream, variant: Variant) -> np.ndarray:
+def _rings(arguments: tuple, options: dict) -> np.ndarray:
     """The stamps of a second launch in a workspace of its own."""
     import cupy
 
-    device = arguments[-1].device
+    device, plan = arguments[-1].device, options["plan"]
     workspace = Workspace(device)
 
     def launch():
-        mega_moe(
-            *arguments, **vars(variant), out=out, stream=stream, workspace=workspace, plan=plan
-        )
+        mega_moe(*arguments, **options, workspace=workspace)
         cupy.cuda.Device(device).synchronize()
         workspace.check()
 

@@ -39,6 +39,7 @@ class MegaMoePlan(Plan):
     num_task_slots: int = 2
     trace: bool = False
     activation: str = "swiglu"
+    up_first: bool = False
 
     name = "mega_moe"
     block_rows = 256

@@ -1,4 +1,6 @@
-"""Which layer it is beside its sizes: the activation between the GEMMs."""
+"""Which layer it is beside its sizes: the activation between the GEMMs, and the order of gate and
+up.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +26,8 @@ KINDS = {
     "geglu_tanh": ("geglu_tanh", None),
     "geglu_erf": ("geglu_erf", None),
 }
+
+GATE_UP = ("gate_first", "up_first")  # which half of an expert's rows in w13 comes first
 
 
 @dataclass(frozen=True)
@@ -94,16 +98,34 @@ def _number(name: str, got) -> float:
     return float(got)
 
 
+def check_gate_up(gate_up) -> None:
+    """Raises ValueError for another order than one of GATE_UP."""
+    if gate_up not in GATE_UP:
+        raise ValueError(
+            f"gate_up must be one of {', '.join(GATE_UP)}, got {gate_up!r}; say which half of the "
+            "rows of w13 comes first"
+        )
+
+
 @dataclass(frozen=True)
 class Variant:
-    """What a call wants beside its arrays; the defaults are those of `mega_moe`."""
+    """What a call and its weights want beside arrays: see `mega_moe` and `ExpertWeights`, whose
+    defaults these are.
+    """
 
     activation: Activation = Activation()
+    gate_up: str = "gate_first"
+
+    def __post_init__(self):
+        check_gate_up(self.gate_up)
 
     @property
     def plan_fields(self) -> dict[str, str | bool]:
         """Fields of the plan: a kernel is built for each combination."""
-        return {"activation": self.activation.function}
+        return {
+            "activation": self.activation.function,
+            "up_first": self.gate_up == "up_first",
+        }
 
     @property
     def scalars(self) -> dict[str, float | int]:

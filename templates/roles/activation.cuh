@@ -10,7 +10,9 @@ DEVICE float gelu_erf(float x) { return 0.5f * x * (1.0f + erff(0.70710678119f *
 
 static_assert(kActivation <= kActivationGegluErf, "there is no such activation");
 
-DEVICE float activate(const Params& p, float gate, float up) {
+// Of the first and the second half of w13's rows. Everywhere else the first half is called gate, whatever it is.
+DEVICE float activate(const Params& p, float first, float second) {
+    const float gate = kUpFirst ? second : first, up = kUpFirst ? first : second;
     if constexpr (kActivation == kActivationSwiglu) {
         return silu(gate) * up;
     } else if constexpr (kActivation == kActivationSwigluClamped) {

@@ -93,6 +93,8 @@ def test_weights_are_read():
     assert (weights.num_experts, weights.hidden, weights.intermediate) == (4, 512, 192)
     assert weights.device == 0
     assert repr(weights) == "ExpertWeights(num_experts=4, hidden=512, intermediate=192, device=0)"
+    up_first = ExpertWeights(**weight_arrays(), gate_up="up_first")
+    assert repr(up_first).endswith("device=0, gate_up='up_first')")
     assert weights.num_bytes == 4 * MoeProblem(1, 512, 192, 4, 2).expert_bytes
 
 

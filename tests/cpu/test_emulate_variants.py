@@ -27,9 +27,9 @@ def call_arrays(num_tokens, factor=1.0, seed=2):
     return fp8.encode_bf16(np.float32(factor) * tokens.x), tokens.topk_ids, tokens.topk_weights
 
 
-def oracle(given, **variant):
+def oracle(given, layer=LAYER, **variant):
     x, ids, router = given
-    return reference.mega_moe(x, None, ids, router, *LAYER, requantize=True, **variant)
+    return reference.mega_moe(x, None, ids, router, *layer, requantize=True, **variant)
 
 
 def check(given, **variant):
@@ -75,6 +75,41 @@ def test_clamps_do_not_hide_nan(num_tokens):
     y = mega_moe(x, ids, router, WEIGHTS, activation="swiglu_oai", backend="emulated")
     y = fp8.decode_bf16(y)
     assert np.isnan(y[0]).all() and np.isfinite(y[1:]).all()
+
+
+def up_first(layer):
+    return ExpertWeights(layer.w13, layer.w2, layer.w13_scale, layer.w2_scale, gate_up="up_first")
+
+
+@pytest.mark.parametrize("num_tokens", BUCKETS.values())
+@pytest.mark.parametrize("activation", ["swiglu", "swiglu_oai"])
+def test_up_first(num_tokens, activation):
+    given = call_arrays(num_tokens)
+    y = mega_moe(*given, up_first(LAYER), activation=activation, backend="emulated")
+    ref = oracle(given, activation=activation, gate_up="up_first")
+    assert reference.relative_error(y, ref) < 4e-3
+    assert reference.relative_error(y, oracle(given, activation=activation)) > 0.1
+
+
+@pytest.mark.parametrize("num_tokens", BUCKETS.values())
+def test_halves_exchanged_give_the_same_bits(num_tokens):
+    """Rows of w13 and, where each half is whole blocks, rows of w13_scale."""
+    layer = reference.random_layer(EXPERTS, HIDDEN, 256, seed=1)
+    halves = [
+        np.concatenate(np.split(part, 2, axis=1)[::-1], axis=1)
+        for part in (layer.w13, layer.w13_scale)
+    ]
+    exchanged = layer._replace(w13=halves[0], w13_scale=halves[1])
+    given = call_arrays(num_tokens)
+    weights = ExpertWeights(layer.w13, layer.w2, layer.w13_scale, layer.w2_scale)
+    y = mega_moe(*given, weights, backend="emulated")
+    assert np.array_equal(y, mega_moe(*given, up_first(exchanged), backend="emulated"))
+
+
+@pytest.mark.parametrize("gate_up", ["gate", "up_gate", None, 1])
+def test_other_orders_are_refused(gate_up):
+    with pytest.raises(ValueError, match="gate_up must be one of gate_first, up_first, got "):
+        ExpertWeights(LAYER.w13, LAYER.w2, LAYER.w13_scale, LAYER.w2_scale, gate_up=gate_up)
 
 
 def test_unknown_activations_are_refused():

@@ -65,6 +65,19 @@ def test_activations(make_layer, make_call, workspace, activation, num_tokens):
     call.check(y, 4e-2, activation=activation)
 
 
+@pytest.mark.parametrize("num_tokens", [16, 300, 2000])
+@pytest.mark.parametrize("activation", ["swiglu", "swiglu_oai"])
+def test_up_first(make_layer, make_call, workspace, activation, num_tokens):
+    layer = make_layer(12, 512, 320)
+    codes = layer.codes
+    weights = ExpertWeights(
+        codes.w13, codes.w2, codes.w13_scale, codes.w2_scale, gate_up="up_first"
+    )
+    call = make_call(layer._replace(weights=weights), num_tokens, 3)
+    y = call.run(call.fp8, workspace, activation=activation)
+    call.check(y, 4e-2, activation=activation, gate_up="up_first")
+
+
 def test_no_tokens(make_layer, make_call, workspace):
     import cupy
 
