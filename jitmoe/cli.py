@@ -30,6 +30,7 @@ from jitmoe.cli_layer import (
     Json,
     Model,
     TopK,
+    WeightOnInput,
     layer_shape,
     layer_variant,
     title,
@@ -138,6 +139,7 @@ def plan(
     ep: Ep = 1,
     activation: Activation = "swiglu",
     gate_up: GateUp = "gate_first",
+    weight_on_input: WeightOnInput = False,
     tokens: TokenCount = 32,
     gpu: Gpu = None,
     as_json: Json = False,
@@ -146,7 +148,7 @@ def plan(
     from jitmoe.report import plan_report, print_plan
 
     shape = layer_shape(model, config, hidden, intermediate, experts, top_k)
-    fields = layer_variant(activation, gate_up).plan_fields
+    fields = layer_variant(activation, gate_up, weight_on_input).plan_fields
     report = plan_report(shape.problem(tokens, ep), _spec(gpu), **fields)
     if as_json:
         typer.echo(json.dumps({"layer": title(shape, ep), **report}, indent=2))
@@ -165,6 +167,7 @@ def show(
     ep: Ep = 1,
     activation: Activation = "swiglu",
     gate_up: GateUp = "gate_first",
+    weight_on_input: WeightOnInput = False,
     tokens: TokenCount = 32,
     gpu: Gpu = None,
     plain: Annotated[bool, typer.Option(help="Without colours.")] = False,
@@ -174,7 +177,7 @@ def show(
     from jitmoe.plan.heuristics import choose
 
     shape = layer_shape(model, config, hidden, intermediate, experts, top_k)
-    fields = layer_variant(activation, gate_up).plan_fields
+    fields = layer_variant(activation, gate_up, weight_on_input).plan_fields
     text = render(choose(shape.problem(tokens, ep), _spec(gpu), **fields))
     if plain or not sys.stdout.isatty():
         typer.echo(text, nl=False)
@@ -195,6 +198,7 @@ def warmup(
     ep: Ep = 1,
     activation: Activation = "swiglu",
     gate_up: GateUp = "gate_first",
+    weight_on_input: WeightOnInput = False,
     arch: Annotated[str, typer.Option(help="Architecture to build for.")] = "sm_90a",
     jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Kernels at a time.")] = 1,
 ) -> None:
@@ -202,7 +206,9 @@ def warmup(
     from jitmoe.prebuild import model_plans, prebuild
 
     shape = layer_shape(model, config, hidden, intermediate, experts, top_k)
-    plans = model_plans(shape, ep, arch, **layer_variant(activation, gate_up).plan_fields)
+    plans = model_plans(
+        shape, ep, arch, **layer_variant(activation, gate_up, weight_on_input).plan_fields
+    )
     if not prebuild(plans, jobs, _console()):
         raise typer.Exit(1)
 

@@ -21,6 +21,7 @@ from jitmoe.cli_layer import (
     Json,
     Model,
     TopK,
+    WeightOnInput,
     layer_shape,
     layer_variant,
     title,
@@ -40,6 +41,7 @@ def emulate(
     ep: Ep = 1,
     activation: Activation = "swiglu",
     gate_up: GateUp = "gate_first",
+    weight_on_input: WeightOnInput = False,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of the call.")] = 40,
     routing: Annotated[
         str,
@@ -78,7 +80,7 @@ def emulate(
     named = any(value is not None for value in layer.values())
     shape = layer_shape(**layer) if named else layer_shape(None, None, **SMALL_LAYER)
     problem = shape.problem(tokens, ep)
-    variant = layer_variant(activation, gate_up)
+    variant = layer_variant(activation, gate_up, weight_on_input)
     plan = choose(problem, gpu_spec("h200"), **variant.plan_fields)
     _warn_if_slow(*emulation.expected_seconds(problem, checked))
     session = emulation.open_session(plan, tokens, routing, blocks, checked, variant)
@@ -101,13 +103,15 @@ def emulate(
     call = {"ep": ep, "tokens": tokens, "routing": routing, "blocks": blocks, "seed": last.seed}
     call["activation"] = None if activation == "swiglu" else activation
     call["gate_up"] = None if gate_up == "gate_first" else gate_up
-    replay = None if last.is_right else _command(layer | call, checked)
+    flags = ["--checked"] * checked + ["--weight-on-input"] * weight_on_input
+    replay = None if last.is_right else _command(layer | call, flags)
     if as_json:
         report = {
             "layer": title(shape, ep),
             "problem": asdict(problem),
             "activation": activation,
             "gate_up": gate_up,
+            "weight_on_input": weight_on_input,
             "bucket": plan.bucket,
             "routing": routing,
             "num_blocks": blocks,
@@ -157,10 +161,10 @@ def _row(outcome) -> dict:
     return {name: None if value == float("inf") else value for name, value in row.items()}
 
 
-def _command(options: dict, checked: bool) -> str:
+def _command(options: dict, flags: list[str]) -> str:
     """The command line that runs one seed of these again."""
     words = ["jitmoe", "emulate"]
     for name, value in options.items():
         if value is not None:
             words += [f"--{name.replace('_', '-')}", str(value)]
-    return shlex.join(words + ["--checked"] * checked)
+    return shlex.join(words + flags)

@@ -21,6 +21,9 @@ Activation = Annotated[
     typer.Option(help="swiglu, swiglu_clamped, swiglu_oai, geglu_tanh or geglu_erf."),
 ]
 GateUp = Annotated[str, typer.Option(help="Order of rows in w13: gate_first or up_first.")]
+WeightOnInput = Annotated[
+    bool, typer.Option("--weight-on-input", help="Router weights multiply tokens, not sums.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -49,11 +52,13 @@ def layer_shape(model, config, hidden, intermediate, experts, top_k):
     return models.ModelShape("layer", hidden, intermediate, experts, top_k, "command line")
 
 
-def layer_variant(activation: str, gate_up: str):
+def layer_variant(activation: str, gate_up: str, weight_on_input: bool):
     """The Variant that the options name."""
     from jitmoe.plan import variant
 
-    return variant.Variant(variant.Activation(activation), gate_up)
+    return variant.Variant(
+        activation, apply_router_weight_on_input=weight_on_input, gate_up=gate_up
+    )
 
 
 def title(shape, ep: int) -> str:

@@ -26,6 +26,8 @@ def mega_moe(
     weights: ExpertWeights,
     *,
     activation: Activation | str = "swiglu",
+    routed_scaling_factor: float = 1.0,
+    apply_router_weight_on_input: bool = False,
     out=None,
     stream=None,
     workspace: Workspace | None = None,
@@ -46,6 +48,11 @@ def mega_moe(
     weights       ExpertWeights
     activation    an Activation, or the name of a kind: swiglu, swiglu_clamped, swiglu_oai,
                   geglu_tanh, geglu_erf
+    routed_scaling_factor
+                  multiplies y
+    apply_router_weight_on_input
+                  whether topk_weights[t, s] multiplies x[t] for its expert instead of what comes of
+                  it: gate and up before the activation
     out           [num_tokens, hidden] bf16, written in place (default: a new array of x's family)
     stream        an address or a CuPy or PyTorch stream (default: the current stream of x's
                   library)
@@ -61,6 +68,9 @@ def mega_moe(
     then reads weights, and nothing else for good, before that kernel is over: whoever writes
     weights must not allow it.
 
+    A kernel is built for each function of activations and each apply_router_weight_on_input, none
+    for numbers.
+
     Returns `out`. uint8 and uint16 arrays stand for e4m3 and bf16 of the same bits. The same inputs
     give the same bits. May be captured into a CUDA graph after one call, or `warmup`, outside.
 
@@ -69,9 +79,10 @@ def mega_moe(
     during capture; DeviceTimeout if an earlier launch hung; MemoryError, CompileError, DriverError.
     Emulated, NoHostCompiler, HostCompileError and EmulationError of `jitmoe.emulate`.
     """
+    wants = (activation, routed_scaling_factor, apply_router_weight_on_input)
     if backend != "cuda":
         _check_emulated(backend, stream, workspace)
-        return _emulated(x, topk_ids, topk_weights, weights, out, plan, activation)
+        return _emulated(x, topk_ids, topk_weights, weights, out, plan, wants)
     x_rows, x_scale = split_x(x)
     fit, x_ptr, scale_ptr, ids_ptr, router_ptr, y_ptr = read_call(
         x_rows, x_scale, topk_ids, topk_weights, weights, out
@@ -94,7 +105,7 @@ def mega_moe(
             f"the workspace is on GPU {workspace.device}, the weights are on GPU {weights.device}"
         )
     workspace.check()
-    key = (fit, plan, activation)
+    key = (fit, plan, wants)
     ready = workspace.ready.get(key) or _make_ready(weights, workspace, stream, *key)
     workspace.note_launch(stream)
     ready.write_addresses(
@@ -134,10 +145,10 @@ def _make_ready(
     stream: int,
     fit: Fit,
     plan: MegaMoePlan | None,
-    activation: Activation | str,
+    wants: tuple,
 ) -> Ready:
-    key = (fit, plan, activation)
-    variant = Variant(Activation.of(activation), weights.gate_up)
+    key = (fit, plan, wants)
+    variant = Variant(*wants, gate_up=weights.gate_up)
     plan = find_plan(weights, fit.num_tokens, fit.top_k, variant, plan)
     prepared = prepare(weights, plan, workspace, fit.num_tokens, stream)
     x_is_bf16 = fit.x_scale is None
@@ -184,11 +195,11 @@ def _check_emulated(backend, stream, workspace) -> None:
             )
 
 
-def _emulated(x, topk_ids, topk_weights, weights, out, plan, activation):
+def _emulated(x, topk_ids, topk_weights, weights, out, plan, wants):
     """mega_moe() for backend="emulated": the same checks, the plan of an H200."""
     x_rows, x_scale = split_x(x)
     fit = check_call(x_rows, x_scale, topk_ids, topk_weights, weights, out, host_view)
-    variant = Variant(Activation.of(activation), weights.gate_up)
+    variant = Variant(*wants, gate_up=weights.gate_up)
     if fit.num_tokens:
         plan = find_plan(weights, fit.num_tokens, fit.top_k, variant, plan)
     from jitmoe.fused_emulated import run
@@ -210,6 +221,7 @@ def warmup(
     num_tokens: int,
     *,
     activation: Activation | str = "swiglu",
+    apply_router_weight_on_input: bool = False,
     workspace: Workspace | None = None,
     stream=None,
 ) -> list[Kernel]:
@@ -218,14 +230,19 @@ def warmup(
 
     After it such calls allocate and compile nothing, so they may be captured into a CUDA graph at
     once. `workspace` and `stream` must be those of the calls (default: CuPy's current stream and
-    its implicit workspace), and so must the kind of `activation`; its numbers may differ. Returns
-    the kernels. Raises TypeError for weights in NumPy arrays.
+    its implicit workspace), and so must `apply_router_weight_on_input` and the kind of
+    `activation`; its numbers and other arguments need no other kernels. Returns the kernels. Raises
+    TypeError for weights in NumPy arrays.
     """
     view(weights.tensors[0], "w13")  # refuses NumPy's
     weights.problem(num_tokens, top_k)
     address = current_stream("cupy", weights.device) if stream is None else stream_address(stream)
     workspace = workspace or implicit_workspace(weights.device, address)
-    variant = Variant(Activation.of(activation), weights.gate_up)
+    variant = Variant(
+        activation,
+        apply_router_weight_on_input=apply_router_weight_on_input,
+        gate_up=weights.gate_up,
+    )
     edges = bucket_edges(weights, num_tokens, top_k)
     last = {find_plan(weights, n, top_k, variant): n for n in edges}
     return [prepare(weights, plan, workspace, n, address).kernel for plan, n in last.items()]

@@ -38,11 +38,16 @@ def mega_moe(
     requantize: bool,
     gate_up: str = "gate_first",
     activation: Activation | str = "swiglu",
+    routed_scaling_factor: float = 1.0,
+    apply_router_weight_on_input: bool = False,
     xp=np,
 ):
-    """y[t] = sum over slots s of topk_weights[t, s] * mid @ w2[topk_ids[t, s]].T
+    """y[t] = factor * sum over slots s of topk_weights[t, s] * mid @ w2[topk_ids[t, s]].T
 
-    with mid = activate(gate, up, activation), by default silu(gate) * up.
+    with mid = activate(gate, up, activation), by default silu(gate) * up, and factor =
+    routed_scaling_factor. With apply_router_weight_on_input, topk_weights[t, s] multiplies the
+    token instead, and by that gate and up (Llama 4: modeling_llama4.py of transformers,
+    Llama4TextMoe).
 
     x             [num_tokens, hidden] e4m3; or float or bf16 bits, with x_scale None, which
                   `quantize_tokens` then quantises
@@ -82,28 +87,27 @@ def mega_moe(
     y = xp.zeros((num_tokens, hidden), xp.float64)
     slot_rows = xp.zeros((num_tokens, top_k if requantize else 0, hidden), xp.float32)
     for expert in range(num_experts):
-        is_mine = topk_ids == expert  # [num_tokens, top_k]
-        tokens = xp.nonzero(is_mine.any(axis=1))[0]
+        tokens, slots = xp.nonzero(topk_ids == expert)  # of every pair
         if tokens.size == 0:
             continue
         w13_e = dequantize_weights(w13[expert], w13_scale[expert], xp)
         w2_e = dequantize_weights(w2[expert], w2_scale[expert], xp)
         gate_and_up = xp.matmul(dequantize_tokens(x[tokens], x_scale[tokens], xp), w13_e.T)
+        pair_weights = weights[tokens, slots][:, None]
+        if apply_router_weight_on_input:
+            gate_and_up, pair_weights = pair_weights * gate_and_up, 1.0
         gate, up = gate_and_up[:, :intermediate], gate_and_up[:, intermediate:]
         if gate_up == "up_first":
             gate, up = up, gate
         mid = activate(gate, up, activation, xp)
         if requantize:
             mid = dequantize_tokens(*quantize_tokens(mid, xp), xp)
-        rows = xp.matmul(mid, w2_e.T)
+        rows = routed_scaling_factor * pair_weights * xp.matmul(mid, w2_e.T)
         if requantize:
-            for slot in range(top_k):
-                mine = is_mine[tokens, slot]
-                weighted = weights[tokens[mine], slot][:, None] * rows[mine]
-                slot_rows[tokens[mine], slot] = round_bf16(weighted, xp)
-        else:
-            total = xp.where(is_mine, weights, 0.0).sum(axis=1)  # unused slots may hold NaN
-            y[tokens] += total[tokens, None] * rows
+            slot_rows[tokens, slots] = round_bf16(rows, xp)
+            continue
+        for slot in range(top_k):  # a token may name an expert twice
+            y[tokens[slots == slot]] += rows[slots == slot]
     if requantize:
         total = xp.zeros((num_tokens, hidden), xp.float32)
         for slot in range(top_k):

@@ -27,6 +27,8 @@ def trace(
     weights: ExpertWeights,
     *,
     activation: Activation | str = "swiglu",
+    routed_scaling_factor: float = 1.0,
+    apply_router_weight_on_input: bool = False,
     out=None,
     stream=None,
     plan: MegaMoePlan | None = None,
@@ -52,7 +54,12 @@ def trace(
     if fit.num_tokens == 0:
         raise ValueError("x must have tokens for a trace, got none; pass one at least")
     gpu = gpu_spec("h200") if is_emulated else device_spec(weights.device)
-    variant = Variant(Activation.of(activation), weights.gate_up)
+    wants = {
+        "activation": activation,
+        "routed_scaling_factor": routed_scaling_factor,
+        "apply_router_weight_on_input": apply_router_weight_on_input,
+    }
+    variant = Variant(**wants, gate_up=weights.gate_up)
     plan = find_plan(weights, fit.num_tokens, fit.top_k, variant, plan)
     plan = replace(plan, trace=True)
     plan.check(gpu)
@@ -63,7 +70,7 @@ def trace(
             out = np.empty((fit.num_tokens, weights.hidden), np.uint16)
         rings = launch(plan, x_rows, x_scale, topk_ids, topk_weights, weights, out, variant).rings
     else:
-        options = {"activation": activation, "out": out, "stream": stream, "plan": plan}
+        options = wants | {"out": out, "stream": stream, "plan": plan}
         rings = _rings((x, topk_ids, topk_weights, weights), options)
     timeline = decode(rings, plan, "steps" if is_emulated else "ns")
     return Trace(**vars(timeline))

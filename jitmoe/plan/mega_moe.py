@@ -40,6 +40,7 @@ class MegaMoePlan(Plan):
     trace: bool = False
     activation: str = "swiglu"
     up_first: bool = False
+    weight_on_input: bool = False
 
     name = "mega_moe"
     block_rows = 256

@@ -52,4 +52,5 @@ def params(trace: bool) -> tuple[Param, ...]:
         Param("alpha", "f32", "of the clamped activation"),
         Param("limit", "f32", "of the clamped activation"),
         Param("up_offset", "f32", "of the clamped activation"),
+        Param("mid_scale_unit", "f32", "routed_scaling_factor / 448"),
     )

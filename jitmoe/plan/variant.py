@@ -1,5 +1,5 @@
-"""Which layer it is beside its sizes: the activation between the GEMMs, and the order of gate and
-up.
+"""Which layer it is beside its sizes: the activation between the GEMMs, the order of gate and up,
+and what multiplies tokens and sums.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ KINDS = {
     "geglu_erf": ("geglu_erf", None),
 }
 
+E4M3_MAX = 448.0
+MAX_NUMBER = 1e30  # the kernel's numbers are f32
 GATE_UP = ("gate_first", "up_first")  # which half of an expert's rows in w13 comes first
 
 
@@ -68,15 +70,11 @@ class Activation:
                     "take swiglu_clamped or leave it out"
                 )
             if usual is not None:
-                number = usual[i] if got is None else _number(name, got)
+                number = usual[i] if got is None else _number(name, got, allows_inf=name == "limit")
                 object.__setattr__(self, name, number)
-        if usual is None:
-            return
-        if self.limit <= 0 or not math.isfinite(self.alpha) or not math.isfinite(self.up_offset):
+        if usual is not None and self.limit <= 0:
             raise ValueError(
-                "limit must be positive, or inf for no limit, and alpha and up_offset finite, "
-                f"got limit {self.limit:g}, alpha {self.alpha:g} and up_offset "
-                f"{self.up_offset:g}; take those of the model"
+                f"limit must be positive, got {self.limit:g}; pass the model's, or inf for none"
             )
 
     @classmethod
@@ -90,11 +88,14 @@ class Activation:
         return KINDS[self.kind][0]
 
 
-def _number(name: str, got) -> float:
+def _number(name: str, got, allows_inf: bool = False) -> float:
     if not isinstance(got, Real) or isinstance(got, bool):
         raise TypeError(f"{name} must be a number, got {type(got).__name__}; pass a float")
-    if math.isnan(got):
-        raise ValueError(f"{name} must be a number, got nan; take that of the model")
+    if not (abs(got) <= MAX_NUMBER or (allows_inf and got == math.inf)):
+        raise ValueError(
+            f"{name} must be from {-MAX_NUMBER:g} to {MAX_NUMBER:g}{' or inf' * allows_inf}, "
+            f"got {got:g}; take that of the model"
+        )
     return float(got)
 
 
@@ -113,11 +114,20 @@ class Variant:
     defaults these are.
     """
 
-    activation: Activation = Activation()
+    activation: Activation | str = Activation()
+    routed_scaling_factor: float = 1.0
+    apply_router_weight_on_input: bool = False
     gate_up: str = "gate_first"
 
     def __post_init__(self):
+        factor, on_input = self.routed_scaling_factor, self.apply_router_weight_on_input
+        if not isinstance(on_input, bool):
+            raise TypeError(
+                f"apply_router_weight_on_input must be True or False, got {on_input!r}; pass a bool"
+            )
         check_gate_up(self.gate_up)
+        object.__setattr__(self, "activation", Activation.of(self.activation))
+        object.__setattr__(self, "routed_scaling_factor", _number("routed_scaling_factor", factor))
 
     @property
     def plan_fields(self) -> dict[str, str | bool]:
@@ -125,6 +135,7 @@ class Variant:
         return {
             "activation": self.activation.function,
             "up_first": self.gate_up == "up_first",
+            "weight_on_input": self.apply_router_weight_on_input,
         }
 
     @property
@@ -135,6 +146,7 @@ class Variant:
             "alpha": 1.0 if activation.alpha is None else activation.alpha,
             "limit": math.inf if activation.limit is None else activation.limit,
             "up_offset": activation.up_offset or 0.0,
+            "mid_scale_unit": self.routed_scaling_factor / E4M3_MAX,
         }
 
 

@@ -10,8 +10,13 @@ DEVICE float gelu_erf(float x) { return 0.5f * x * (1.0f + erff(0.70710678119f *
 
 static_assert(kActivation <= kActivationGegluErf, "there is no such activation");
 
-// Of the first and the second half of w13's rows. Everywhere else the first half is called gate, whatever it is.
-DEVICE float activate(const Params& p, float first, float second) {
+// Of the first and the second half of w13's rows: everywhere else the first half is called gate, whatever it is. The
+// router weight is looked at if it multiplies the token.
+DEVICE float activate(const Params& p, float first, float second, float weight) {
+    if constexpr (kWeightOnInput) {
+        first *= weight;
+        second *= weight;
+    }
     const float gate = kUpFirst ? second : first, up = kUpFirst ? first : second;
     if constexpr (kActivation == kActivationSwiglu) {
         return silu(gate) * up;
@@ -24,4 +29,11 @@ DEVICE float activate(const Params& p, float first, float second) {
     } else {
         return gelu_erf(gate) * up;
     }
+}
+
+// Scale of a row's group of 128 channels between the GEMMs, as quant_scale has it. The router weight, unless it
+// multiplied the token, and routed_scaling_factor ride on it: factors of the whole row, exact but for a rounding each.
+DEVICE float mid_scale(const Params& p, float amax, float weight) {
+    const float scale = fmaxf(amax, 1e-10f) * p.mid_scale_unit;
+    return kWeightOnInput ? scale : scale * weight;
 }

@@ -18,7 +18,7 @@ DEVICE void store_mid_rows(const Params& p, Smem& smem, const Task& task, const 
 #pragma unroll
             for (u32 r = 0; r < 4; ++r) {
                 float& value = sums[m][i + r];
-                value = activate(p, value, sums[m][i + 4 + r]);
+                value = activate(p, value, sums[m][i + 4 + r], weights.of[r / 2]);
                 amax[r / 2] = fmaxf(amax[r / 2], fabsf(value));
             }
         }
@@ -29,9 +29,8 @@ DEVICE void store_mid_rows(const Params& p, Smem& smem, const Task& task, const 
         amax[half] = fmaxf(amax[half], __shfl_xor_sync(kFullMask, amax[half], 2));
         const u32 token = share.warp * 16 + half * 8 + lane / 4;
         if (lane % 4 == 0 && token < share.num_tokens) {
-            // The router weight rides on the scale: a factor of the whole row, exact but for one rounding.
             const u32 row = task.row_start + share.first_token + token;
-            p.mid_scale[u64(task.tile) * p.row_capacity + row] = quant_scale(amax[half]) * weights.of[half];
+            p.mid_scale[u64(task.tile) * p.row_capacity + row] = mid_scale(p, amax[half], weights.of[half]);
         }
         amax[half] = quant_factor(amax[half]);
     }

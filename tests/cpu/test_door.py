@@ -9,7 +9,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jitmoe import ExpertWeights, MoeProblem, fused, mega_moe, planned, prepare, workspace_bytes
+from jitmoe import (
+    Activation,
+    ExpertWeights,
+    MoeProblem,
+    fused,
+    mega_moe,
+    planned,
+    prepare,
+    workspace_bytes,
+)
 from jitmoe.plan.gpu import gpu_spec
 from jitmoe.plan.heuristics import choose
 from jitmoe.run import arrays
@@ -478,6 +487,31 @@ def test_ready_launches_are_those_of_layouts_plan_and_memory(kernel, monkeypatch
     assert call(1)["bank_words"] == 12_345
     monkeypatch.setattr(fused, "MAX_READY", 1)
     call(1, plan=plan)
+
+
+def test_variants_have_launches_of_their_own(kernel):
+    weights, given, workspace = layer_weights(), call_arrays(), RoomyWorkspace()
+
+    def call(num_ready, **kwargs):
+        mega_moe(weights=weights, **given, stream=0, workspace=workspace, **kwargs)
+        assert len(workspace.ready) == num_ready
+        return kernel.launches[-1][0]
+
+    plain = call(1)
+    assert (plain["limit"], plain["mid_scale_unit"]) == (np.inf, 1 / 448)
+    assert call(2, routed_scaling_factor=2.5)["mid_scale_unit"] == 2.5 / 448
+    clamped = call(3, activation="swiglu_oai")
+    assert [clamped[name] for name in ("alpha", "limit", "up_offset")] == [1.702, 7.0, 1.0]
+    assert call(4, activation=Activation("swiglu_oai", limit=3))["limit"] == 3.0
+    assert call(4, activation=Activation("swiglu_oai", limit=3))["limit"] == 3.0
+    call(5, apply_router_weight_on_input=True)
+    assert call(5)["limit"] == np.inf
+    plan = choose(MoeProblem(TOKENS, HIDDEN, INTERMEDIATE, EXPERTS, TOP_K), gpu_spec("h200"))
+    message = refusal(lambda: call(6, plan=plan, activation="geglu_erf"))
+    assert "is for activation 'swiglu', the call has 'geglu_erf'; plan again" in message
+    message = refusal(lambda: call(6, plan=plan, apply_router_weight_on_input=True))
+    assert "is for weight_on_input False, the call has True; plan again" in message
+    assert "got 'relu'" in refusal(lambda: call(6, activation="relu"))
 
 
 def test_workspaces_of_the_past_are_forgotten(kernel):

@@ -112,6 +112,27 @@ def test_other_orders_are_refused(gate_up):
         ExpertWeights(LAYER.w13, LAYER.w2, LAYER.w13_scale, LAYER.w2_scale, gate_up=gate_up)
 
 
+@pytest.mark.parametrize("num_tokens", BUCKETS.values())
+def test_routed_scaling_factor(num_tokens):
+    given = call_arrays(num_tokens)
+    check(given, routed_scaling_factor=2.5)
+    whole, minus_half = (
+        fp8.decode_bf16(mega_moe(*given, WEIGHTS, backend="emulated", routed_scaling_factor=f))
+        for f in (1.0, -0.5)
+    )
+    assert np.array_equal(minus_half, -0.5 * whole)
+
+
+@pytest.mark.parametrize("num_tokens", [5, *BUCKETS.values()])
+@pytest.mark.parametrize("activation", ["swiglu", "swiglu_oai"])
+def test_router_weight_on_input(num_tokens, activation):
+    x, ids, router = call_arrays(num_tokens)
+    given = x, ids, 3 * router  # of both sides of 1
+    variant = {"activation": activation, "routed_scaling_factor": 1.5}
+    y = check(given, apply_router_weight_on_input=True, **variant)
+    assert reference.relative_error(y, oracle(given, **variant)) > 0.1
+
+
 def test_unknown_activations_are_refused():
     with pytest.raises(ValueError, match="activation must be one of swiglu, .*, got 'gelu'; take"):
         mega_moe(*call_arrays(3), WEIGHTS, activation="gelu", backend="emulated")

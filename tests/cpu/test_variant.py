@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jitmoe import Activation
+from jitmoe import Activation, fp8, reference
 from jitmoe.jit.render import render
 from jitmoe.plan.gpu import GPUS
 from jitmoe.plan.heuristics import choose, plans_of_model
@@ -36,11 +36,12 @@ def test_usual_numbers():
         ((None,), ValueError, "activation must be one of swiglu, .*, got None; take"),
         (("swiglu", 2.0), ValueError, "alpha must be None for swiglu, .*, got 2.0; take swiglu_"),
         (("geglu_erf", None, 7), ValueError, "limit must be None for geglu_erf, .*, got 7; take"),
-        (("swiglu_clamped", None, 0), ValueError, "limit must be positive, or inf .* limit 0, "),
-        (("swiglu_clamped", None, -7.0), ValueError, "limit must be positive, .* got limit -7, "),
-        (("swiglu_oai", math.inf), ValueError, "and alpha and up_offset finite, got .* alpha inf"),
-        (("swiglu_oai", 1, 1, -math.inf), ValueError, "finite, got .* up_offset -inf; take"),
-        (("swiglu_oai", math.nan), ValueError, "alpha must be a number, got nan; take that of"),
+        (("swiglu_clamped", None, 0), ValueError, "limit must be positive, got 0; pass the"),
+        (("swiglu_clamped", None, -7.0), ValueError, "limit must be positive, got -7; pass"),
+        (("swiglu_clamped", None, 1e38), ValueError, "limit must .* to 1e.30 or inf, got 1e.38; "),
+        (("swiglu_oai", math.inf), ValueError, "alpha must be from -1e.30 to 1e.30, got inf; ta"),
+        (("swiglu_oai", 1, 1, -math.inf), ValueError, "up_offset must be from .*, got -inf; take"),
+        (("swiglu_oai", math.nan), ValueError, "alpha must be from .*, got nan; take that of"),
         (("swiglu_oai", "2"), TypeError, "alpha must be a number, got str; pass a float"),
         (("swiglu_oai", True), TypeError, "alpha must be a number, got bool; pass a float"),
     ],
@@ -49,6 +50,21 @@ def test_refusals(arguments, error, message):
     with pytest.raises(error, match=message) as caught:
         Activation(*arguments)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 300, "one sentence"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"activation": "gelu"}, ValueError, "activation must be one of swiglu, .*, got 'gelu'"),
+        ({"gate_up": "up"}, ValueError, "gate_up must be one of gate_first, .*, got 'up'; say"),
+        ({"routed_scaling_factor": math.inf}, ValueError, "routed_scaling_factor must .* got inf"),
+        ({"routed_scaling_factor": None}, TypeError, "must be a number, got NoneType; pass a flo"),
+        ({"apply_router_weight_on_input": 1}, TypeError, "must be True or False, got 1; pass a b"),
+    ],
+)
+def test_variants_refuse(arguments, error, message):
+    with pytest.raises(error, match=message):
+        Variant(**arguments)
 
 
 def test_numbers_need_no_other_kernel():
@@ -116,6 +132,39 @@ FORMULAS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_oracle_by_hand(kind):
     assert np.allclose(activate(GATES, UPS, kind), by_hand(FORMULAS[kind]), rtol=1e-14, atol=1e-14)
+
+
+def random_call(top_k=2):
+    layer = reference.random_layer(3, 256, 192, seed=1)
+    tokens = reference.random_tokens(8, 256, 3, top_k, seed=2, routing="duplicates")
+    return [*fp8.quantize_tokens(tokens.x), *tokens[1:]], layer
+
+
+def test_oracle_scales_the_sum():
+    call, layer = random_call()
+    y = reference.mega_moe(*call, *layer, requantize=False)
+    scaled = reference.mega_moe(*call, *layer, requantize=False, routed_scaling_factor=-2.5)
+    assert np.allclose(scaled, -2.5 * y, rtol=1e-14)
+    half, whole = (
+        reference.mega_moe(*call, *layer, requantize=True, routed_scaling_factor=factor)
+        for factor in (0.5, 1.0)
+    )
+    assert np.array_equal(half, whole / 2)
+
+
+@pytest.mark.parametrize("requantize", [False, True])
+def test_oracle_weighs_tokens(requantize):
+    """With one slot, as if the scales of x had the weight already and the router said 1."""
+    (x, scale, ids, weights), layer = random_call(top_k=1)
+    weights = weights * np.float32([2, -0.5, 4, 1, 0.25, 8, 2, 2])[:, None]
+    options = {"requantize": requantize}
+    y = reference.mega_moe(
+        x, scale, ids, weights, *layer, **options, apply_router_weight_on_input=True
+    )
+    ones = np.ones_like(weights)
+    assert np.array_equal(y, reference.mega_moe(x, scale * weights, ids, ones, *layer, **options))
+    plain = reference.mega_moe(x, scale, ids, weights, *layer, **options)
+    assert reference.relative_error(y, plain) > 0.1
 
 
 def test_oracle_takes_other_numbers():

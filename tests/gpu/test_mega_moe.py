@@ -78,6 +78,24 @@ def test_up_first(make_layer, make_call, workspace, activation, num_tokens):
     call.check(y, 4e-2, activation=activation, gate_up="up_first")
 
 
+@pytest.mark.parametrize("num_tokens", [16, 300, 2000])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        {"routed_scaling_factor": 2.5},
+        {"apply_router_weight_on_input": True},
+        {"apply_router_weight_on_input": True, "activation": "swiglu_oai"},
+    ],
+    ids=str,
+)
+def test_scaling_and_weights_on_input(make_layer, make_call, workspace, variant, num_tokens):
+    call = make_call(make_layer(12, 512, 320), num_tokens, 3)
+    tokens = call.tokens
+    call = call._replace(tokens=tokens._replace(topk_weights=3 * tokens.topk_weights))
+    call.check(call.run(call.fp8, workspace, **variant), 4e-2, **variant)
+    call.check(call.run(call.bf16, workspace, **variant), 4e-2, **variant)
+
+
 def test_no_tokens(make_layer, make_call, workspace):
     import cupy
 
