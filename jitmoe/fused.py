@@ -28,6 +28,7 @@ def mega_moe(
     activation: Activation | str = "swiglu",
     routed_scaling_factor: float = 1.0,
     apply_router_weight_on_input: bool = False,
+    first_expert: int = 0,
     out=None,
     stream=None,
     workspace: Workspace | None = None,
@@ -37,13 +38,13 @@ def mega_moe(
     """The mixture-of-experts feed-forward layer in one kernel launch.
 
     y[t] = sum over slots s of topk_weights[t, s] * w2[e] @ mid, with mid = silu(gate) * up, or what
-    `activation` says, gate and up = w13[e] @ x[t] and e = topk_ids[t, s]. mid is re-quantised to
-    e4m3 per token and 128 channels.
+    `activation` says, gate and up = w13[e] @ x[t] and e = topk_ids[t, s] - first_expert. mid is
+    re-quantised to e4m3 per token and 128 channels.
 
     x             [num_tokens, hidden] bf16 (quantised inside per token and 128 channels), or a pair
                   of e4m3 [num_tokens, hidden] and f32 scales [num_tokens, hidden / 128]
-    topk_ids      [num_tokens, top_k] int32 or int64; an id outside [0, num_experts) is an unused
-                  slot
+    topk_ids      [num_tokens, top_k] int32 or int64; an id outside [first_expert, first_expert +
+                  num_experts) is an unused slot
     topk_weights  [num_tokens, top_k] f32 or bf16
     weights       ExpertWeights
     activation    an Activation, or the name of a kind: swiglu, swiglu_clamped, swiglu_oai,
@@ -53,6 +54,7 @@ def mega_moe(
     apply_router_weight_on_input
                   whether topk_weights[t, s] multiplies x[t] for its expert instead of what comes of
                   it: gate and up before the activation
+    first_expert  id of the first expert of `weights`, where ids count those of all ranks
     out           [num_tokens, hidden] bf16, written in place (default: a new array of x's family)
     stream        an address or a CuPy or PyTorch stream (default: the current stream of x's
                   library)
@@ -79,7 +81,7 @@ def mega_moe(
     during capture; DeviceTimeout if an earlier launch hung; MemoryError, CompileError, DriverError.
     Emulated, NoHostCompiler, HostCompileError and EmulationError of `jitmoe.emulate`.
     """
-    wants = (activation, routed_scaling_factor, apply_router_weight_on_input)
+    wants = (activation, routed_scaling_factor, apply_router_weight_on_input, first_expert)
     if backend != "cuda":
         _check_emulated(backend, stream, workspace)
         return _emulated(x, topk_ids, topk_weights, weights, out, plan, wants)

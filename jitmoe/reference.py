@@ -40,20 +40,22 @@ def mega_moe(
     activation: Activation | str = "swiglu",
     routed_scaling_factor: float = 1.0,
     apply_router_weight_on_input: bool = False,
+    first_expert: int = 0,
     xp=np,
 ):
-    """y[t] = factor * sum over slots s of topk_weights[t, s] * mid @ w2[topk_ids[t, s]].T
+    """y[t] = factor * sum over slots s of topk_weights[t, s] * mid @ w2[e].T
 
-    with mid = activate(gate, up, activation), by default silu(gate) * up, and factor =
-    routed_scaling_factor. With apply_router_weight_on_input, topk_weights[t, s] multiplies the
-    token instead, and by that gate and up (Llama 4: modeling_llama4.py of transformers,
+    with e = topk_ids[t, s] - first_expert, mid = activate(gate, up, activation), by default
+    silu(gate) * up, and factor = routed_scaling_factor (DeepSeek-V3, inference/model.py, Gate: it
+    multiplies the router weights). With apply_router_weight_on_input, topk_weights[t, s] multiplies
+    the token instead, and by that gate and up (Llama 4, modeling_llama4.py of transformers,
     Llama4TextMoe).
 
     x             [num_tokens, hidden] e4m3; or float or bf16 bits, with x_scale None, which
                   `quantize_tokens` then quantises
     x_scale       [num_tokens, hidden/128]
-    topk_ids      [num_tokens, top_k] integers; a slot outside [0, num_experts) is unused and its
-                  weight is not looked at; an expert that a token names twice counts twice
+    topk_ids      [num_tokens, top_k] integers; a slot whose e is outside [0, num_experts) is unused
+                  and its weight is not looked at; an expert that a token names twice counts twice
     topk_weights  [num_tokens, top_k] float or bf16 bits
     w13           [num_experts, 2*intermediate, hidden] e4m3; gate rows first, or up rows first
                   with gate_up="up_first"
@@ -65,9 +67,8 @@ def mega_moe(
     returns       float64 [num_tokens, hidden], before the rounding to bf16
 
     requantize=False is the formula on the dequantised inputs, in float64. requantize=True rounds
-    where the kernel does: mid by `quantize_tokens`, each slot's weighted row to bf16,
-    and the sum of the rows, in slot order, to float32. Raises ValueError for shapes that do not
-    fit each other.
+    where the kernel does: mid by `quantize_tokens`, each slot's weighted row to bf16, and the sum
+    of the rows, in slot order, to float32. Raises ValueError for shapes that do not fit each other.
     """
     check_gate_up(gate_up)
     if x_scale is None:
@@ -87,7 +88,7 @@ def mega_moe(
     y = xp.zeros((num_tokens, hidden), xp.float64)
     slot_rows = xp.zeros((num_tokens, top_k if requantize else 0, hidden), xp.float32)
     for expert in range(num_experts):
-        tokens, slots = xp.nonzero(topk_ids == expert)  # of every pair
+        tokens, slots = xp.nonzero(topk_ids == first_expert + expert)  # of every pair
         if tokens.size == 0:
             continue
         w13_e = dequantize_weights(w13[expert], w13_scale[expert], xp)

@@ -29,6 +29,7 @@ def trace(
     activation: Activation | str = "swiglu",
     routed_scaling_factor: float = 1.0,
     apply_router_weight_on_input: bool = False,
+    first_expert: int = 0,
     out=None,
     stream=None,
     plan: MegaMoePlan | None = None,
@@ -58,6 +59,7 @@ def trace(
         "activation": activation,
         "routed_scaling_factor": routed_scaling_factor,
         "apply_router_weight_on_input": apply_router_weight_on_input,
+        "first_expert": first_expert,
     }
     variant = Variant(**wants, gate_up=weights.gate_up)
     plan = find_plan(weights, fit.num_tokens, fit.top_k, variant, plan)

@@ -53,4 +53,5 @@ def params(trace: bool) -> tuple[Param, ...]:
         Param("limit", "f32", "of the clamped activation"),
         Param("up_offset", "f32", "of the clamped activation"),
         Param("mid_scale_unit", "f32", "routed_scaling_factor / 448"),
+        Param("first_expert", "u32", "id of expert 0 of the weights"),
     )

@@ -1,12 +1,12 @@
 """Which layer it is beside its sizes: the activation between the GEMMs, the order of gate and up,
-and what multiplies tokens and sums.
+what multiplies tokens and sums, and which experts are here.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from numbers import Real
+from numbers import Integral, Real
 
 # The functions there are kernels for, as the plan names them, in the order of their constants; and
 # what they are called in a sentence.
@@ -29,6 +29,7 @@ KINDS = {
 
 E4M3_MAX = 448.0
 MAX_NUMBER = 1e30  # the kernel's numbers are f32
+MAX_FIRST_EXPERT = 1 << 30  # ids of 32 bits and negative ones stay apart
 GATE_UP = ("gate_first", "up_first")  # which half of an expert's rows in w13 comes first
 
 
@@ -108,6 +109,16 @@ def check_gate_up(gate_up) -> None:
         )
 
 
+def check_first_expert(first_expert) -> None:
+    """Raises ValueError unless ids may begin there."""
+    is_integer = isinstance(first_expert, Integral) and not isinstance(first_expert, bool)
+    if not is_integer or not 0 <= first_expert <= MAX_FIRST_EXPERT:
+        raise ValueError(
+            f"first_expert must be an integer from 0 to {MAX_FIRST_EXPERT:,}, got "
+            f"{first_expert!r}; pass the id of the first expert of w13"
+        )
+
+
 @dataclass(frozen=True)
 class Variant:
     """What a call and its weights want beside arrays: see `mega_moe` and `ExpertWeights`, whose
@@ -117,6 +128,7 @@ class Variant:
     activation: Activation | str = Activation()
     routed_scaling_factor: float = 1.0
     apply_router_weight_on_input: bool = False
+    first_expert: int = 0
     gate_up: str = "gate_first"
 
     def __post_init__(self):
@@ -125,9 +137,11 @@ class Variant:
             raise TypeError(
                 f"apply_router_weight_on_input must be True or False, got {on_input!r}; pass a bool"
             )
+        check_first_expert(self.first_expert)
         check_gate_up(self.gate_up)
         object.__setattr__(self, "activation", Activation.of(self.activation))
         object.__setattr__(self, "routed_scaling_factor", _number("routed_scaling_factor", factor))
+        object.__setattr__(self, "first_expert", int(self.first_expert))
 
     @property
     def plan_fields(self) -> dict[str, str | bool]:
@@ -147,6 +161,7 @@ class Variant:
             "limit": math.inf if activation.limit is None else activation.limit,
             "up_offset": activation.up_offset or 0.0,
             "mid_scale_unit": self.routed_scaling_factor / E4M3_MAX,
+            "first_expert": self.first_expert,
         }
 
 

@@ -6,10 +6,11 @@
 DEVICE u32 pair_of_row(const Params& p, const Smem& smem, const Head& head, u32 row);  // head_decode, head_prefill
 
 DEVICE u32 expert_of_pair(const Params& p, u64 pair) {
-    // An id outside [0, kNumExperts) marks an unused slot; as unsigned it is never below kNumExperts.
+    // Less the first expert's id, an id outside [0, kNumExperts) marks an unused slot; as unsigned it is never below
+    // kNumExperts.
     const u64 id = p.ids_are_i64 ? reinterpret_cast<const u64*>(p.topk_ids)[pair]
                                  : u64(reinterpret_cast<const u32*>(p.topk_ids)[pair]);
-    return id < kNumExperts ? u32(id) : kNumExperts;
+    return id - p.first_expert < kNumExperts ? u32(id) - p.first_expert : kNumExperts;
 }
 
 DEVICE float router_weight(const Params& p, u64 pair) {

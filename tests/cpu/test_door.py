@@ -504,6 +504,8 @@ def test_variants_have_launches_of_their_own(kernel):
     assert [clamped[name] for name in ("alpha", "limit", "up_offset")] == [1.702, 7.0, 1.0]
     assert call(4, activation=Activation("swiglu_oai", limit=3))["limit"] == 3.0
     assert call(4, activation=Activation("swiglu_oai", limit=3))["limit"] == 3.0
+    assert (plain["first_expert"], call(5, first_expert=96)["first_expert"]) == (0, 96)
+    workspace.ready.popitem()
     call(5, apply_router_weight_on_input=True)
     assert call(5)["limit"] == np.inf
     plan = choose(MoeProblem(TOKENS, HIDDEN, INTERMEDIATE, EXPERTS, TOP_K), gpu_spec("h200"))

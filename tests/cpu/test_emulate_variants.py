@@ -133,6 +133,39 @@ def test_router_weight_on_input(num_tokens, activation):
     assert reference.relative_error(y, oracle(given, **variant)) > 0.1
 
 
+@pytest.mark.parametrize("num_tokens", [5, *BUCKETS.values()])
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_ranks_add_up(num_tokens, dtype):
+    """Two ranks of two experts each know global ids; ids of others are unused slots."""
+    x, ids, router = call_arrays(num_tokens)
+    ids = ids.astype(dtype)
+    ys = []
+    for first in (0, 2):
+        mine = reference.Layer(*(part[first : first + 2] for part in LAYER))
+        weights = ExpertWeights(mine.w13, mine.w2, mine.w13_scale, mine.w2_scale)
+        y = mega_moe(x, ids, router, weights, first_expert=first, backend="emulated")
+        ref = oracle((x, ids, router), mine, first_expert=first)
+        assert reference.relative_error(y, ref) < 4e-3
+        ys.append(fp8.decode_bf16(y))
+    assert reference.relative_error(sum(ys), oracle((x, ids, router))) < 8e-3
+
+
+@pytest.mark.parametrize("num_tokens", BUCKETS.values())
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pytest.mark.parametrize("first_expert", [3, 255, 1 << 30])
+def test_first_expert_moves_ids(num_tokens, dtype, first_expert):
+    """The same bits, and no id outside the range becomes an address."""
+    x, ids, router = call_arrays(num_tokens)
+    info = np.iinfo(dtype)
+    outside = np.array([-1, 0, first_expert - 1, first_expert + 4, info.min, info.max], dtype)
+    is_used = (ids >= 0) & (ids < EXPERTS)
+    others = np.random.default_rng(0).choice(outside, ids.shape)
+    moved = np.where(is_used, ids.astype(dtype) + dtype(first_expert), others)
+    y = mega_moe(x, ids, router, WEIGHTS, backend="emulated")
+    options = {"first_expert": first_expert, "backend": "emulated"}
+    assert np.array_equal(y, mega_moe(x, moved, router, WEIGHTS, **options))
+
+
 def test_unknown_activations_are_refused():
     with pytest.raises(ValueError, match="activation must be one of swiglu, .*, got 'gelu'; take"):
         mega_moe(*call_arrays(3), WEIGHTS, activation="gelu", backend="emulated")

@@ -59,6 +59,10 @@ def test_refusals(arguments, error, message):
         ({"gate_up": "up"}, ValueError, "gate_up must be one of gate_first, .*, got 'up'; say"),
         ({"routed_scaling_factor": math.inf}, ValueError, "routed_scaling_factor must .* got inf"),
         ({"routed_scaling_factor": None}, TypeError, "must be a number, got NoneType; pass a flo"),
+        ({"first_expert": -1}, ValueError, "first_expert must be an integer .*, got -1; pass"),
+        ({"first_expert": 2**30 + 1}, ValueError, "from 0 to 1,073,741,824, got 1073741825; "),
+        ({"first_expert": 1.0}, ValueError, "first_expert must be an integer .*, got 1.0; pass"),
+        ({"first_expert": True}, ValueError, "first_expert must be an integer .*, got True; pa"),
         ({"apply_router_weight_on_input": 1}, TypeError, "must be True or False, got 1; pass a b"),
     ],
 )
@@ -165,6 +169,16 @@ def test_oracle_weighs_tokens(requantize):
     assert np.array_equal(y, reference.mega_moe(x, scale * weights, ids, ones, *layer, **options))
     plain = reference.mega_moe(x, scale, ids, weights, *layer, **options)
     assert reference.relative_error(y, plain) > 0.1
+
+
+def test_oracle_knows_global_ids():
+    (x, scale, ids, weights), layer = random_call()
+    ids[0] = -1, 3
+    y = reference.mega_moe(x, scale, ids, weights, *layer, requantize=True)
+    moved = reference.mega_moe(
+        x, scale, ids + 96, weights, *layer, requantize=True, first_expert=96
+    )
+    assert y.any() and not y[0].any() and np.array_equal(y, moved)
 
 
 def test_oracle_takes_other_numbers():

@@ -96,6 +96,21 @@ def test_scaling_and_weights_on_input(make_layer, make_call, workspace, variant,
     call.check(call.run(call.bf16, workspace, **variant), 4e-2, **variant)
 
 
+@pytest.mark.parametrize("num_tokens", [9, 900])
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_first_expert(make_layer, make_call, workspace, dtype, num_tokens):
+    """Global ids give the bits of local ones; ids of other ranks are unused slots."""
+    import cupy
+
+    call = make_call(make_layer(16, 512, 256), num_tokens, 4, "unused")
+    ids = call.tokens.topk_ids.astype(dtype)
+    is_mine = (ids >= 0) & (ids < 16)
+    plain = call.run(call.fp8, workspace, topk_ids=ids)
+    moved = cupy.where(is_mine, ids + 240, ids % 240)
+    assert (plain == call.run(call.fp8, workspace, topk_ids=moved, first_expert=240)).all()
+    call.check(plain, 4e-2)
+
+
 def test_no_tokens(make_layer, make_call, workspace):
     import cupy
 
