@@ -88,7 +88,9 @@ def emulate(
         typer.echo(
             f"{title(shape, ep)}: {tokens:,} tokens, hidden {shape.hidden:,}, intermediate "
             f"{shape.intermediate:,}, {problem.num_experts} experts, top_k {shape.top_k}; "
-            f"{activation}, {plan.bucket} kernel, {blocks} block{'s' * (blocks > 1)}, "
+            f"{activation}{', up first' * plan.up_first}"
+            f"{', router weights on tokens' * weight_on_input}, "
+            f"{plan.bucket} kernel, {blocks} block{'s' * (blocks > 1)}, "
             f"{routing} routing{', checked' * checked}"
         )
     start = time.perf_counter()

@@ -108,7 +108,11 @@ def mega_moe(
         )
     workspace.check()
     key = (fit, plan, wants)
-    ready = workspace.ready.get(key) or _make_ready(weights, workspace, stream, *key)
+    try:
+        ready = workspace.ready.get(key)
+    except TypeError:  # what has no hash is refused by name below
+        ready = None
+    ready = ready or _make_ready(weights, workspace, stream, *key)
     workspace.note_launch(stream)
     ready.write_addresses(
         x_ptr,

@@ -514,6 +514,26 @@ def test_variants_have_launches_of_their_own(kernel):
     message = refusal(lambda: call(6, plan=plan, apply_router_weight_on_input=True))
     assert "is for weight_on_input False, the call has True; plan again" in message
     assert "got 'relu'" in refusal(lambda: call(6, activation="relu"))
+    assert "got ['swiglu']; take" in refusal(lambda: call(6, activation=["swiglu"]))
+    message = refusal(lambda: call(6, routed_scaling_factor=np.ones(1)), TypeError)
+    assert "routed_scaling_factor must be a number, got ndarray; pass a float" in message
+
+
+def test_warmup_prepares_the_variant(kernel):
+    def plans(weights, **kwargs):
+        fused.warmup(weights, TOP_K, 4096, stream=0, workspace=RoomyWorkspace(), **kwargs)
+        return [key[1] for key in weights.memo if key[0] == "prepared"]
+
+    up_first = ExpertWeights(**weight_arrays(), gate_up="up_first")
+    options = {"activation": "geglu_tanh", "apply_router_weight_on_input": True}
+    for weights, kwargs in ((layer_weights(), {}), (up_first, options)):
+        decode, prefill = plans(weights, **kwargs)
+        assert (decode.bucket, prefill.bucket) == ("decode", "prefill")
+        for plan in (decode, prefill):
+            assert plan.activation == kwargs.get("activation", "swiglu")
+            assert plan.up_first == (weights is up_first) == plan.weight_on_input
+    message = refusal(lambda: plans(layer_weights(), activation="silu"))
+    assert "activation must be one of" in message and "got 'silu'" in message
 
 
 def test_workspaces_of_the_past_are_forgotten(kernel):

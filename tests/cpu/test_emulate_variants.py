@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from jitmoe import Activation, ExpertWeights, fp8, mega_moe, reference
+from jitmoe import Activation, ExpertWeights, fp8, mega_moe, reference, trace
 from jitmoe.emulate.compile import NoHostCompiler, compiler
 
 try:
@@ -164,6 +164,21 @@ def test_first_expert_moves_ids(num_tokens, dtype, first_expert):
     y = mega_moe(x, ids, router, WEIGHTS, backend="emulated")
     options = {"first_expert": first_expert, "backend": "emulated"}
     assert np.array_equal(y, mega_moe(x, moved, router, WEIGHTS, **options))
+
+
+@pytest.mark.parametrize("num_tokens", BUCKETS.values())
+def test_traces_are_of_the_variant(num_tokens):
+    given = call_arrays(num_tokens)
+    variant = {
+        "activation": Activation("swiglu_oai", limit=1.0),
+        "routed_scaling_factor": 2.5,
+        "apply_router_weight_on_input": True,
+        "first_expert": 1,
+    }
+    out = np.empty_like(given[0])
+    timeline = trace(*given, WEIGHTS, out=out, backend="emulated", **variant)
+    assert timeline.summary()
+    assert np.array_equal(out, mega_moe(*given, WEIGHTS, backend="emulated", **variant))
 
 
 def test_unknown_activations_are_refused():
