@@ -9,6 +9,7 @@ from jitmoe.jit.nvrtc import CompileError
 from jitmoe.plan.mega_moe import MegaMoePlan
 from jitmoe.plan.plan import PlanError
 from jitmoe.plan.problem import MoeProblem
+from jitmoe.plan.variant import Activation
 from jitmoe.run.driver import DriverError
 from jitmoe.run.workspace import CaptureError, DeviceTimeout, Workspace
 from jitmoe.traced import trace
@@ -16,6 +17,7 @@ from jitmoe.tracing.trace import Trace
 from jitmoe.weights import ExpertWeights
 
 __all__ = [
+    "Activation",
     "CaptureError",
     "CompileError",
     "DeviceTimeout",

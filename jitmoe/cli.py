@@ -20,15 +20,19 @@ from jitmoe.cli_bench import bench
 from jitmoe.cli_cache import app as cache_app
 from jitmoe.cli_emulate import emulate
 from jitmoe.cli_layer import (
+    Activation,
     Config,
     Ep,
     Experts,
+    GateUp,
     Hidden,
     Intermediate,
     Json,
     Model,
     TopK,
+    WeightOnInput,
     layer_shape,
+    layer_variant,
     title,
 )
 from jitmoe.cli_trace import trace
@@ -133,6 +137,9 @@ def plan(
     experts: Experts = None,
     top_k: TopK = None,
     ep: Ep = 1,
+    activation: Activation = "swiglu",
+    gate_up: GateUp = "gate_first",
+    weight_on_input: WeightOnInput = False,
     tokens: TokenCount = 32,
     gpu: Gpu = None,
     as_json: Json = False,
@@ -141,7 +148,8 @@ def plan(
     from jitmoe.report import plan_report, print_plan
 
     shape = layer_shape(model, config, hidden, intermediate, experts, top_k)
-    report = plan_report(shape.problem(tokens, ep), _spec(gpu))
+    fields = layer_variant(activation, gate_up, weight_on_input).plan_fields
+    report = plan_report(shape.problem(tokens, ep), _spec(gpu), **fields)
     if as_json:
         typer.echo(json.dumps({"layer": title(shape, ep), **report}, indent=2))
     else:
@@ -157,6 +165,9 @@ def show(
     experts: Experts = None,
     top_k: TopK = None,
     ep: Ep = 1,
+    activation: Activation = "swiglu",
+    gate_up: GateUp = "gate_first",
+    weight_on_input: WeightOnInput = False,
     tokens: TokenCount = 32,
     gpu: Gpu = None,
     plain: Annotated[bool, typer.Option(help="Without colours.")] = False,
@@ -166,7 +177,8 @@ def show(
     from jitmoe.plan.heuristics import choose
 
     shape = layer_shape(model, config, hidden, intermediate, experts, top_k)
-    text = render(choose(shape.problem(tokens, ep), _spec(gpu)))
+    fields = layer_variant(activation, gate_up, weight_on_input).plan_fields
+    text = render(choose(shape.problem(tokens, ep), _spec(gpu), **fields))
     if plain or not sys.stdout.isatty():
         typer.echo(text, nl=False)
         return
@@ -184,6 +196,9 @@ def warmup(
     experts: Experts = None,
     top_k: TopK = None,
     ep: Ep = 1,
+    activation: Activation = "swiglu",
+    gate_up: GateUp = "gate_first",
+    weight_on_input: WeightOnInput = False,
     arch: Annotated[str, typer.Option(help="Architecture to build for.")] = "sm_90a",
     jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Kernels at a time.")] = 1,
 ) -> None:
@@ -191,7 +206,9 @@ def warmup(
     from jitmoe.prebuild import model_plans, prebuild
 
     shape = layer_shape(model, config, hidden, intermediate, experts, top_k)
-    plans = model_plans(shape, ep, arch)
+    plans = model_plans(
+        shape, ep, arch, **layer_variant(activation, gate_up, weight_on_input).plan_fields
+    )
     if not prebuild(plans, jobs, _console()):
         raise typer.Exit(1)
 

@@ -11,15 +11,19 @@ from typing import Annotated
 import typer
 
 from jitmoe.cli_layer import (
+    Activation,
     Config,
     Ep,
     Experts,
+    GateUp,
     Hidden,
     Intermediate,
     Json,
     Model,
     TopK,
+    WeightOnInput,
     layer_shape,
+    layer_variant,
     title,
 )
 
@@ -35,6 +39,9 @@ def emulate(
     experts: Experts = None,
     top_k: TopK = None,
     ep: Ep = 1,
+    activation: Activation = "swiglu",
+    gate_up: GateUp = "gate_first",
+    weight_on_input: WeightOnInput = False,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of the call.")] = 40,
     routing: Annotated[
         str,
@@ -73,15 +80,18 @@ def emulate(
     named = any(value is not None for value in layer.values())
     shape = layer_shape(**layer) if named else layer_shape(None, None, **SMALL_LAYER)
     problem = shape.problem(tokens, ep)
-    plan = choose(problem, gpu_spec("h200"))
+    variant = layer_variant(activation, gate_up, weight_on_input)
+    plan = choose(problem, gpu_spec("h200"), **variant.plan_fields)
     _warn_if_slow(*emulation.expected_seconds(problem, checked))
-    session = emulation.open_session(plan, tokens, routing, blocks, checked)
+    session = emulation.open_session(plan, tokens, routing, blocks, checked, variant)
     if not as_json:
         typer.echo(
             f"{title(shape, ep)}: {tokens:,} tokens, hidden {shape.hidden:,}, intermediate "
             f"{shape.intermediate:,}, {problem.num_experts} experts, top_k {shape.top_k}; "
-            f"{plan.bucket} kernel, {blocks} block{'s' * (blocks > 1)}, {routing} routing"
-            f"{', checked' * checked}"
+            f"{activation}{', up first' * plan.up_first}"
+            f"{', router weights on tokens' * weight_on_input}, "
+            f"{plan.bucket} kernel, {blocks} block{'s' * (blocks > 1)}, "
+            f"{routing} routing{', checked' * checked}"
         )
     start = time.perf_counter()
     outcomes = []
@@ -93,11 +103,17 @@ def emulate(
 
     last = outcomes[-1]
     call = {"ep": ep, "tokens": tokens, "routing": routing, "blocks": blocks, "seed": last.seed}
-    replay = None if last.is_right else _command(layer | call, checked)
+    call["activation"] = None if activation == "swiglu" else activation
+    call["gate_up"] = None if gate_up == "gate_first" else gate_up
+    flags = ["--checked"] * checked + ["--weight-on-input"] * weight_on_input
+    replay = None if last.is_right else _command(layer | call, flags)
     if as_json:
         report = {
             "layer": title(shape, ep),
             "problem": asdict(problem),
+            "activation": activation,
+            "gate_up": gate_up,
+            "weight_on_input": weight_on_input,
             "bucket": plan.bucket,
             "routing": routing,
             "num_blocks": blocks,
@@ -147,10 +163,10 @@ def _row(outcome) -> dict:
     return {name: None if value == float("inf") else value for name, value in row.items()}
 
 
-def _command(options: dict, checked: bool) -> str:
+def _command(options: dict, flags: list[str]) -> str:
     """The command line that runs one seed of these again."""
     words = ["jitmoe", "emulate"]
     for name, value in options.items():
         if value is not None:
             words += [f"--{name.replace('_', '-')}", str(value)]
-    return shlex.join(words + ["--checked"] * checked)
+    return shlex.join(words + flags)

@@ -16,6 +16,14 @@ Intermediate = Annotated[int | None, typer.Option(help="Channels of an expert be
 Experts = Annotated[int | None, typer.Option(help="Experts of a layer, over all ranks.")]
 TopK = Annotated[int | None, typer.Option(help="Experts a token is routed to.")]
 Ep = Annotated[int, typer.Option(help="Ranks that share the experts.")]
+Activation = Annotated[
+    str,
+    typer.Option(help="swiglu, swiglu_clamped, swiglu_oai, geglu_tanh or geglu_erf."),
+]
+GateUp = Annotated[str, typer.Option(help="Order of rows in w13: gate_first or up_first.")]
+WeightOnInput = Annotated[
+    bool, typer.Option("--weight-on-input", help="Router weights multiply tokens, not sums.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -42,6 +50,15 @@ def layer_shape(model, config, hidden, intermediate, experts, top_k):
     if missing := [name for name in sizes if name not in given]:
         raise ValueError(f"a layer by its sizes needs {', '.join(missing)} too")
     return models.ModelShape("layer", hidden, intermediate, experts, top_k, "command line")
+
+
+def layer_variant(activation: str, gate_up: str, weight_on_input: bool):
+    """The Variant that the options name."""
+    from jitmoe.plan import variant
+
+    return variant.Variant(
+        activation, apply_router_weight_on_input=weight_on_input, gate_up=gate_up
+    )
 
 
 def title(shape, ep: int) -> str:

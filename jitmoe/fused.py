@@ -6,14 +6,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from jitmoe.arguments import Fit, check_call, read_call, split_x
-from jitmoe.plan import heuristics
-from jitmoe.plan.gpu import gpu_spec
 from jitmoe.plan.mega_moe import MegaMoePlan
 from jitmoe.plan.spread import stride
+from jitmoe.plan.variant import DEFAULT, Activation, Variant
+from jitmoe.planned import bucket_edges, find_plan
 from jitmoe.prepare import prepare
 from jitmoe.run import arrays
-from jitmoe.run.arrays import HOST, host_view, view
-from jitmoe.run.driver import device_spec
+from jitmoe.run.arrays import host_view, view
 from jitmoe.run.launch import Kernel, ParamBlock
 from jitmoe.run.streams import current_stream, stream_address
 from jitmoe.run.workspace import Workspace, implicit_workspace
@@ -26,6 +25,10 @@ def mega_moe(
     topk_weights,
     weights: ExpertWeights,
     *,
+    activation: Activation | str = "swiglu",
+    routed_scaling_factor: float = 1.0,
+    apply_router_weight_on_input: bool = False,
+    first_expert: int = 0,
     out=None,
     stream=None,
     workspace: Workspace | None = None,
@@ -34,16 +37,24 @@ def mega_moe(
 ):
     """The mixture-of-experts feed-forward layer in one kernel launch.
 
-    y[t] = sum over slots s of topk_weights[t, s] * w2[e] @ (silu(gate) * up), with gate and up =
-    w13[e] @ x[t] and e = topk_ids[t, s]. Activations between the GEMMs are re-quantised to e4m3 per
-    token and 128 channels.
+    y[t] = sum over slots s of topk_weights[t, s] * w2[e] @ mid, with mid = silu(gate) * up, or what
+    `activation` says, gate and up = w13[e] @ x[t] and e = topk_ids[t, s] - first_expert. mid is
+    re-quantised to e4m3 per token and 128 channels.
 
     x             [num_tokens, hidden] bf16 (quantised inside per token and 128 channels), or a pair
                   of e4m3 [num_tokens, hidden] and f32 scales [num_tokens, hidden / 128]
-    topk_ids      [num_tokens, top_k] int32 or int64; an id outside [0, num_experts) is an unused
-                  slot
+    topk_ids      [num_tokens, top_k] int32 or int64; an id outside [first_expert, first_expert +
+                  num_experts) is an unused slot
     topk_weights  [num_tokens, top_k] f32 or bf16
     weights       ExpertWeights
+    activation    an Activation, or the name of a kind: swiglu, swiglu_clamped, swiglu_oai,
+                  geglu_tanh, geglu_erf
+    routed_scaling_factor
+                  multiplies y
+    apply_router_weight_on_input
+                  whether topk_weights[t, s] multiplies x[t] for its expert instead of what comes of
+                  it: gate and up before the activation
+    first_expert  id of the first expert of `weights`, where ids count those of all ranks
     out           [num_tokens, hidden] bf16, written in place (default: a new array of x's family)
     stream        an address or a CuPy or PyTorch stream (default: the current stream of x's
                   library)
@@ -59,6 +70,9 @@ def mega_moe(
     then reads weights, and nothing else for good, before that kernel is over: whoever writes
     weights must not allow it.
 
+    A kernel is built for each function of activations and each apply_router_weight_on_input, none
+    for numbers.
+
     Returns `out`. uint8 and uint16 arrays stand for e4m3 and bf16 of the same bits. The same inputs
     give the same bits. May be captured into a CUDA graph after one call, or `warmup`, outside.
 
@@ -67,8 +81,10 @@ def mega_moe(
     during capture; DeviceTimeout if an earlier launch hung; MemoryError, CompileError, DriverError.
     Emulated, NoHostCompiler, HostCompileError and EmulationError of `jitmoe.emulate`.
     """
+    wants = (activation, routed_scaling_factor, apply_router_weight_on_input, first_expert)
     if backend != "cuda":
-        return _emulated(backend, x, topk_ids, topk_weights, weights, out, stream, workspace, plan)
+        _check_emulated(backend, stream, workspace)
+        return _emulated(x, topk_ids, topk_weights, weights, out, plan, wants)
     x_rows, x_scale = split_x(x)
     fit, x_ptr, scale_ptr, ids_ptr, router_ptr, y_ptr = read_call(
         x_rows, x_scale, topk_ids, topk_weights, weights, out
@@ -91,7 +107,12 @@ def mega_moe(
             f"the workspace is on GPU {workspace.device}, the weights are on GPU {weights.device}"
         )
     workspace.check()
-    ready = workspace.ready.get((fit, plan)) or _make_ready(weights, plan, workspace, fit, stream)
+    key = (fit, plan, wants)
+    try:
+        ready = workspace.ready.get(key)
+    except TypeError:  # what has no hash is refused by name below
+        ready = None
+    ready = ready or _make_ready(weights, workspace, stream, *key)
     workspace.note_launch(stream)
     ready.write_addresses(
         x_ptr,
@@ -125,13 +146,16 @@ _NO_ADDRESSES = (0,) * 7  # x to y, which every call writes
 
 
 def _make_ready(
-    weights: ExpertWeights, plan: MegaMoePlan | None, workspace: Workspace, fit: Fit, stream: int
+    weights: ExpertWeights,
+    workspace: Workspace,
+    stream: int,
+    fit: Fit,
+    plan: MegaMoePlan | None,
+    wants: tuple,
 ) -> Ready:
-    key = (fit, plan)
-    if plan is None:
-        plan = _plan(weights, fit.num_tokens, fit.top_k)
-    else:
-        _check_plan(plan, weights, fit.top_k)
+    key = (fit, plan, wants)
+    variant = Variant(*wants, gate_up=weights.gate_up)
+    plan = find_plan(weights, fit.num_tokens, fit.top_k, variant, plan)
     prepared = prepare(weights, plan, workspace, fit.num_tokens, stream)
     x_is_bf16 = fit.x_scale is None
     params = prepared.params.copy()
@@ -152,6 +176,7 @@ def _make_ready(
         fit.topk_ids.dtype == "i64",
         fit.topk_weights.dtype != "f32",
         workspace.timeout_us,
+        *variant.scalars.values(),
     )
     if len(workspace.ready) >= MAX_READY:
         workspace.ready.clear()
@@ -164,8 +189,8 @@ def _make_ready(
     return ready
 
 
-def _emulated(backend, x, topk_ids, topk_weights, weights, out, stream, workspace, plan):
-    """mega_moe() for another backend than "cuda": the same checks, the plan of an H200."""
+def _check_emulated(backend, stream, workspace) -> None:
+    """Refuse what another backend than "cuda" does not know."""
     if backend != "emulated":
         raise ValueError(f'backend must be "cuda" or "emulated", got {backend!r}')
     for name, value in (("stream", stream), ("workspace", workspace)):
@@ -174,15 +199,18 @@ def _emulated(backend, x, topk_ids, topk_weights, weights, out, stream, workspac
                 f'{name} must be None for backend="emulated", which uses no GPU, '
                 f"got {type(value).__name__}; leave it out"
             )
+
+
+def _emulated(x, topk_ids, topk_weights, weights, out, plan, wants):
+    """mega_moe() for backend="emulated": the same checks, the plan of an H200."""
     x_rows, x_scale = split_x(x)
     fit = check_call(x_rows, x_scale, topk_ids, topk_weights, weights, out, host_view)
-    if fit.num_tokens and plan is None:
-        plan = _plan(weights, fit.num_tokens, fit.top_k)
-    elif fit.num_tokens:
-        _check_plan(plan, weights, fit.top_k)
+    variant = Variant(*wants, gate_up=weights.gate_up)
+    if fit.num_tokens:
+        plan = find_plan(weights, fit.num_tokens, fit.top_k, variant, plan)
     from jitmoe.fused_emulated import run
 
-    return run(plan, x_rows, x_scale, topk_ids, topk_weights, weights, out)
+    return run(plan, x_rows, x_scale, topk_ids, topk_weights, weights, out, variant)
 
 
 def workspace_bytes(weights: ExpertWeights, num_tokens: int, top_k: int) -> int:
@@ -190,7 +218,7 @@ def workspace_bytes(weights: ExpertWeights, num_tokens: int, top_k: int) -> int:
     these weights; on an H200, if they are NumPy arrays.
     """
     weights.problem(num_tokens, top_k)  # refuses sizes there is no kernel for
-    return _plan(weights, num_tokens, top_k).workspace_bytes(num_tokens)
+    return find_plan(weights, num_tokens, top_k, DEFAULT).workspace_bytes(num_tokens)
 
 
 def warmup(
@@ -198,6 +226,8 @@ def warmup(
     top_k: int,
     num_tokens: int,
     *,
+    activation: Activation | str = "swiglu",
+    apply_router_weight_on_input: bool = False,
     workspace: Workspace | None = None,
     stream=None,
 ) -> list[Kernel]:
@@ -206,46 +236,19 @@ def warmup(
 
     After it such calls allocate and compile nothing, so they may be captured into a CUDA graph at
     once. `workspace` and `stream` must be those of the calls (default: CuPy's current stream and
-    its implicit workspace). Returns the kernels. Raises TypeError for weights in NumPy arrays.
+    its implicit workspace), and so must `apply_router_weight_on_input` and the kind of
+    `activation`; its numbers and other arguments need no other kernels. Returns the kernels. Raises
+    TypeError for weights in NumPy arrays.
     """
     view(weights.tensors[0], "w13")  # refuses NumPy's
     weights.problem(num_tokens, top_k)
     address = current_stream("cupy", weights.device) if stream is None else stream_address(stream)
     workspace = workspace or implicit_workspace(weights.device, address)
-    last = {_plan(weights, n, top_k): n for n in _bucket_edges(weights, num_tokens, top_k)}
+    variant = Variant(
+        activation,
+        apply_router_weight_on_input=apply_router_weight_on_input,
+        gate_up=weights.gate_up,
+    )
+    edges = bucket_edges(weights, num_tokens, top_k)
+    last = {find_plan(weights, n, top_k, variant): n for n in edges}
     return [prepare(weights, plan, workspace, n, address).kernel for plan, n in last.items()]
-
-
-def _decode_limit(weights: ExpertWeights, top_k: int) -> int:
-    """The most tokens of the decode bucket."""
-    key = ("decode_limit", top_k)
-    limit = weights.memo.get(key)
-    if limit is None:
-        limit = weights.memo[key] = heuristics.decode_limit(weights.problem(0, top_k))
-    return limit
-
-
-def _plan(weights: ExpertWeights, num_tokens: int, top_k: int) -> MegaMoePlan:
-    """The heuristic's plan: one for each bucket. Weights on the host get that of an H200."""
-    key = ("plan", num_tokens <= _decode_limit(weights, top_k), top_k)
-    plan = weights.memo.get(key)
-    if plan is None:
-        problem = weights.problem(num_tokens, top_k)
-        gpu = gpu_spec("h200") if weights.device == HOST else device_spec(weights.device)
-        plan = weights.memo[key] = heuristics.choose(problem, gpu)
-    return plan
-
-
-def _bucket_edges(weights: ExpertWeights, num_tokens: int, top_k: int) -> list[int]:
-    limit = _decode_limit(weights, top_k)
-    return [num_tokens] if num_tokens <= limit else [limit, num_tokens]
-
-
-def _check_plan(plan: MegaMoePlan, weights: ExpertWeights, top_k: int) -> None:
-    wanted = (weights.hidden, weights.intermediate, weights.num_experts, top_k)
-    got = (plan.hidden, plan.intermediate, plan.num_experts, plan.top_k)
-    if wanted != got:
-        raise ValueError(
-            f"the plan is for (hidden, intermediate, num_experts, top_k) = {got}, "
-            f"the call has {wanted}; plan again"
-        )

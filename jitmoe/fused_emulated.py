@@ -8,6 +8,7 @@ import numpy as np
 from jitmoe.emulate.mega_moe import EmulatedLayer
 from jitmoe.emulate.session import TIMEOUT_S
 from jitmoe.plan.mega_moe import MegaMoePlan
+from jitmoe.plan.variant import Variant
 from jitmoe.reference import Layer
 from jitmoe.weights import ExpertWeights
 
@@ -22,6 +23,7 @@ def run(
     topk_weights: np.ndarray,
     weights: ExpertWeights,
     out: np.ndarray | None,
+    variant: Variant,
 ) -> np.ndarray:
     """One launch of arguments that were found right; returns `out`, by default a new array of
     uint16 where x is unsigned, else of bfloat16. No tokens need no plan.
@@ -35,7 +37,7 @@ def run(
     if not out.flags.writeable:
         raise ValueError("out must be writable, got a read-only array; copy it")
     if num_tokens > 0:
-        launch(plan, x, x_scale, topk_ids, topk_weights, weights, out)
+        launch(plan, x, x_scale, topk_ids, topk_weights, weights, out, variant)
     return out
 
 
@@ -47,6 +49,7 @@ def launch(
     topk_weights: np.ndarray,
     weights: ExpertWeights,
     out: np.ndarray,
+    variant: Variant,
 ) -> EmulatedLayer:
     """One launch into `out`; returns what it ran on, which keeps the stamps of a traced plan."""
     w13, w2, w13_scale, w2_scale = weights.tensors
@@ -58,7 +61,8 @@ def launch(
         rows = rows, x_scale if min(x_scale.strides) >= 0 else x_scale.copy()
     if topk_weights.dtype != np.float32:
         topk_weights = _unsigned(topk_weights)
-    _unsigned(out)[...] = emulated(rows, topk_ids, topk_weights, timeout_s=TIMEOUT_S)
+    y = emulated(rows, topk_ids, topk_weights, variant, timeout_s=TIMEOUT_S)
+    _unsigned(out)[...] = y
     return emulated
 
 

@@ -25,9 +25,11 @@ def gpu_of_arch(arch: str) -> GpuSpec:
     return next(spec for spec in GPUS.values() if spec.arch == arch)
 
 
-def model_plans(shape: ModelShape, ep: int, arch: str) -> list[MegaMoePlan]:
-    """Every kernel one rank of the model can need at any token count."""
-    return list(plans_of_model(shape.problem(1, ep), gpu_of_arch(arch)).values())
+def model_plans(shape: ModelShape, ep: int, arch: str, **variant) -> list[MegaMoePlan]:
+    """Every kernel one rank of the model can need at any token count; `variant` is as in
+    `heuristics.choose`.
+    """
+    return list(plans_of_model(shape.problem(1, ep), gpu_of_arch(arch), **variant).values())
 
 
 def prebuild(plans: Iterable[MegaMoePlan], jobs: int, console: Console) -> bool:

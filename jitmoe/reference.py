@@ -18,8 +18,9 @@ from jitmoe.fp8 import (
     round_bf16,
     to_float,
 )
+from jitmoe.plan.variant import Activation, check_gate_up
+from jitmoe.reference_activations import activate
 
-GATE_UP = ("gate_first", "up_first")
 ROUTINGS = ("uniform", "zipf", "hot_expert", "one_expert", "unused", "duplicates")
 OUTLIER_FACTOR = 30.0
 
@@ -36,15 +37,25 @@ def mega_moe(
     *,
     requantize: bool,
     gate_up: str = "gate_first",
+    activation: Activation | str = "swiglu",
+    routed_scaling_factor: float = 1.0,
+    apply_router_weight_on_input: bool = False,
+    first_expert: int = 0,
     xp=np,
 ):
-    """y[t] = sum over slots s of topk_weights[t, s] * (silu(gate) * up) @ w2[topk_ids[t, s]].T
+    """y[t] = factor * sum over slots s of topk_weights[t, s] * mid @ w2[e].T
+
+    with e = topk_ids[t, s] - first_expert, mid = activate(gate, up, activation), by default
+    silu(gate) * up, and factor = routed_scaling_factor (DeepSeek-V3, inference/model.py, Gate: it
+    multiplies the router weights). With apply_router_weight_on_input, topk_weights[t, s] multiplies
+    the token instead, and by that gate and up (Llama 4, modeling_llama4.py of transformers,
+    Llama4TextMoe).
 
     x             [num_tokens, hidden] e4m3; or float or bf16 bits, with x_scale None, which
                   `quantize_tokens` then quantises
     x_scale       [num_tokens, hidden/128]
-    topk_ids      [num_tokens, top_k] integers; a slot outside [0, num_experts) is unused and its
-                  weight is not looked at; an expert that a token names twice counts twice
+    topk_ids      [num_tokens, top_k] integers; a slot whose e is outside [0, num_experts) is unused
+                  and its weight is not looked at; an expert that a token names twice counts twice
     topk_weights  [num_tokens, top_k] float or bf16 bits
     w13           [num_experts, 2*intermediate, hidden] e4m3; gate rows first, or up rows first
                   with gate_up="up_first"
@@ -56,12 +67,10 @@ def mega_moe(
     returns       float64 [num_tokens, hidden], before the rounding to bf16
 
     requantize=False is the formula on the dequantised inputs, in float64. requantize=True rounds
-    where the kernel does: silu(gate) * up by `quantize_tokens`, each slot's weighted row to bf16,
-    and the sum of the rows, in slot order, to float32. Raises ValueError for shapes that do not
-    fit each other.
+    where the kernel does: mid by `quantize_tokens`, each slot's weighted row to bf16, and the sum
+    of the rows, in slot order, to float32. Raises ValueError for shapes that do not fit each other.
     """
-    if gate_up not in GATE_UP:
-        raise ValueError(f"gate_up must be one of {', '.join(GATE_UP)}, got {gate_up!r}")
+    check_gate_up(gate_up)
     if x_scale is None:
         x, x_scale = quantize_tokens(x, xp)
     num_tokens, hidden = x.shape
@@ -79,39 +88,33 @@ def mega_moe(
     y = xp.zeros((num_tokens, hidden), xp.float64)
     slot_rows = xp.zeros((num_tokens, top_k if requantize else 0, hidden), xp.float32)
     for expert in range(num_experts):
-        is_mine = topk_ids == expert  # [num_tokens, top_k]
-        tokens = xp.nonzero(is_mine.any(axis=1))[0]
+        tokens, slots = xp.nonzero(topk_ids == first_expert + expert)  # of every pair
         if tokens.size == 0:
             continue
         w13_e = dequantize_weights(w13[expert], w13_scale[expert], xp)
         w2_e = dequantize_weights(w2[expert], w2_scale[expert], xp)
         gate_and_up = xp.matmul(dequantize_tokens(x[tokens], x_scale[tokens], xp), w13_e.T)
+        pair_weights = weights[tokens, slots][:, None]
+        if apply_router_weight_on_input:
+            gate_and_up, pair_weights = pair_weights * gate_and_up, 1.0
         gate, up = gate_and_up[:, :intermediate], gate_and_up[:, intermediate:]
         if gate_up == "up_first":
             gate, up = up, gate
-        mid = silu(gate, xp) * up
+        mid = activate(gate, up, activation, xp)
         if requantize:
             mid = dequantize_tokens(*quantize_tokens(mid, xp), xp)
-        rows = xp.matmul(mid, w2_e.T)
+        rows = routed_scaling_factor * pair_weights * xp.matmul(mid, w2_e.T)
         if requantize:
-            for slot in range(top_k):
-                mine = is_mine[tokens, slot]
-                weighted = weights[tokens[mine], slot][:, None] * rows[mine]
-                slot_rows[tokens[mine], slot] = round_bf16(weighted, xp)
-        else:
-            total = xp.where(is_mine, weights, 0.0).sum(axis=1)  # unused slots may hold NaN
-            y[tokens] += total[tokens, None] * rows
+            slot_rows[tokens, slots] = round_bf16(rows, xp)
+            continue
+        for slot in range(top_k):  # a token may name an expert twice
+            y[tokens[slots == slot]] += rows[slots == slot]
     if requantize:
         total = xp.zeros((num_tokens, hidden), xp.float32)
         for slot in range(top_k):
             total += slot_rows[:, slot]
         y = total.astype(xp.float64)
     return y
-
-
-def silu(x, xp=np):
-    """x * sigmoid(x), without overflow and accurate for large negative x too."""
-    return x * xp.exp(-xp.logaddexp(xp.zeros_like(x), -x))
 
 
 def relative_error(y, ref, xp=np) -> float:

@@ -16,9 +16,11 @@ from jitmoe.plan.problem import MoeProblem
 BLOCKS_PER_SM = 1  # the launch bounds of every room; the grid fills the GPU once
 
 
-def plan_report(layer: MoeProblem, gpu: GpuSpec) -> dict:
-    """Everything `jitmoe plan` prints, ready for JSON. Raises PlanError if no plan fits."""
-    plan = heuristics.choose(layer, gpu)
+def plan_report(layer: MoeProblem, gpu: GpuSpec, **variant) -> dict:
+    """Everything `jitmoe plan` prints, ready for JSON; `variant` is as in `heuristics.choose`.
+    Raises PlanError if no plan fits.
+    """
+    plan = heuristics.choose(layer, gpu, **variant)
     floor = heuristics.floor(layer, gpu)
     return {
         "problem": asdict(layer),

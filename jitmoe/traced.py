@@ -9,8 +9,9 @@ import numpy as np
 from jitmoe.arguments import check_call, split_x
 from jitmoe.fused import mega_moe
 from jitmoe.plan.gpu import gpu_spec
-from jitmoe.plan.heuristics import choose
 from jitmoe.plan.mega_moe import MegaMoePlan
+from jitmoe.plan.variant import Activation, Variant
+from jitmoe.planned import find_plan
 from jitmoe.run.arrays import host_view, view
 from jitmoe.run.driver import device_spec
 from jitmoe.run.workspace import Workspace
@@ -25,6 +26,10 @@ def trace(
     topk_weights,
     weights: ExpertWeights,
     *,
+    activation: Activation | str = "swiglu",
+    routed_scaling_factor: float = 1.0,
+    apply_router_weight_on_input: bool = False,
+    first_expert: int = 0,
     out=None,
     stream=None,
     plan: MegaMoePlan | None = None,
@@ -50,7 +55,14 @@ def trace(
     if fit.num_tokens == 0:
         raise ValueError("x must have tokens for a trace, got none; pass one at least")
     gpu = gpu_spec("h200") if is_emulated else device_spec(weights.device)
-    plan = plan or choose(weights.problem(fit.num_tokens, fit.top_k), gpu)
+    wants = {
+        "activation": activation,
+        "routed_scaling_factor": routed_scaling_factor,
+        "apply_router_weight_on_input": apply_router_weight_on_input,
+        "first_expert": first_expert,
+    }
+    variant = Variant(**wants, gate_up=weights.gate_up)
+    plan = find_plan(weights, fit.num_tokens, fit.top_k, variant, plan)
     plan = replace(plan, trace=True)
     plan.check(gpu)
     if is_emulated:
@@ -58,24 +70,23 @@ def trace(
 
         if out is None:
             out = np.empty((fit.num_tokens, weights.hidden), np.uint16)
-        rings = launch(plan, x_rows, x_scale, topk_ids, topk_weights, weights, out).rings
+        rings = launch(plan, x_rows, x_scale, topk_ids, topk_weights, weights, out, variant).rings
     else:
-        rings = _rings((x, topk_ids, topk_weights, weights), plan, out, stream, backend)
+        options = wants | {"out": out, "stream": stream, "plan": plan}
+        rings = _rings((x, topk_ids, topk_weights, weights), options)
     timeline = decode(rings, plan, "steps" if is_emulated else "ns")
     return Trace(**vars(timeline))
 
 
-def _rings(arguments: tuple, plan: MegaMoePlan, out, stream, backend: str) -> np.ndarray:
+def _rings(arguments: tuple, options: dict) -> np.ndarray:
     """The stamps of a second launch in a workspace of its own."""
     import cupy
 
-    device = arguments[-1].device
+    device, plan = arguments[-1].device, options["plan"]
     workspace = Workspace(device)
 
     def launch():
-        mega_moe(
-            *arguments, out=out, stream=stream, workspace=workspace, plan=plan, backend=backend
-        )
+        mega_moe(*arguments, **options, workspace=workspace)
         cupy.cuda.Device(device).synchronize()
         workspace.check()
 

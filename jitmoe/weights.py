@@ -7,6 +7,7 @@ from functools import cached_property
 import numpy as np
 
 from jitmoe.plan.problem import QUANT_GROUP, MoeProblem
+from jitmoe.plan.variant import check_gate_up
 from jitmoe.run.arrays import HOST, check_array, check_dense, check_rows, host_view, view
 
 
@@ -27,11 +28,12 @@ class ExpertWeights:
     """Views of the experts' block-quantised FP8 weights, validated once.
 
     w13        [num_experts, 2 * intermediate, hidden] e4m3 (or uint8 of the same bits): gate rows
-               first, then up
+               first, then up, or the reverse
     w2         [num_experts, hidden, intermediate] e4m3
     w13_scale  [num_experts, ceil(2 * intermediate / 128), hidden / 128] f32: block scales, value =
                code * scale
     w2_scale   [num_experts, hidden / 128, ceil(intermediate / 128)] f32
+    gate_up    "gate_first" or "up_first": the order of rows in w13 and of blocks in w13_scale
 
     CuPy arrays, PyTorch tensors or anything that speaks `__cuda_array_interface__` or DLPack. Rows
     must be dense and start at multiples of 16 bytes; rows and experts may be strided. Four NumPy
@@ -40,7 +42,9 @@ class ExpertWeights:
     strides or devices that do not fit.
     """
 
-    def __init__(self, w13, w2, w13_scale, w2_scale):
+    def __init__(self, w13, w2, w13_scale, w2_scale, *, gate_up: str = "gate_first"):
+        check_gate_up(gate_up)
+        self.gate_up = gate_up
         read = host_view if isinstance(w13, np.ndarray) else view
         self.w13, self.w2 = read(w13, "w13"), read(w2, "w2")
         self.w13_scale, self.w2_scale = read(w13_scale, "w13_scale"), read(w2_scale, "w2_scale")
@@ -77,9 +81,10 @@ class ExpertWeights:
 
     def __repr__(self):
         device = "host" if self.device == HOST else self.device
+        order = "" if self.gate_up == "gate_first" else f", gate_up={self.gate_up!r}"
         return (
             f"ExpertWeights(num_experts={self.num_experts}, hidden={self.hidden}, "
-            f"intermediate={self.intermediate}, device={device})"
+            f"intermediate={self.intermediate}, device={device}{order})"
         )
 
     @cached_property

@@ -12,6 +12,7 @@ from jitmoe.emulate.compile import executable
 from jitmoe.emulate.run import Array, Rank, TensorMap, launch
 from jitmoe.plan.mega_moe import MegaMoePlan
 from jitmoe.plan.spread import stride
+from jitmoe.plan.variant import DEFAULT, Variant
 from jitmoe.reference import Layer
 
 _TIMEOUT_US = 30_000_000
@@ -25,12 +26,14 @@ class Call(NamedTuple):
     topk_weights  [num_tokens, top_k] float32 or bf16 bits
     late          by name (x, x_scale, topk_ids, topk_weights) what some of them are replaced by
                   when all that came before the launch is over: arrays of the same layout
+    variant       numbers of the activation; what it says else must be in the plan
     """
 
     x: np.ndarray | tuple[np.ndarray, np.ndarray]
     topk_ids: np.ndarray
     topk_weights: np.ndarray
     late: Mapping[str, np.ndarray] = MappingProxyType({})
+    variant: Variant = DEFAULT
 
 
 class EmulatedLayer:
@@ -60,11 +63,13 @@ class EmulatedLayer:
         control = plan.control(max_tokens)
         self._control = {r.name: np.zeros(r.num_bytes, np.uint8) for r in control.regions}
 
-    def __call__(self, x, topk_ids, topk_weights, **options) -> np.ndarray:
+    def __call__(
+        self, x, topk_ids, topk_weights, variant: Variant = DEFAULT, **options
+    ) -> np.ndarray:
         """One launch: y as bf16 bits [num_tokens, hidden]. Arguments as in Call, options as in
         run_in_stream.
         """
-        return self.run_in_stream([Call(x, topk_ids, topk_weights)], **options)[0]
+        return self.run_in_stream([Call(x, topk_ids, topk_weights, variant=variant)], **options)[0]
 
     def run_in_stream(
         self,
@@ -148,6 +153,7 @@ class EmulatedLayer:
             "ids_are_i64": call.topk_ids.dtype == np.int64,
             "weights_are_bf16": call.topk_weights.dtype == np.uint16,
             "timeout_us": _TIMEOUT_US,
+            **call.variant.scalars,
         }
         late = {n: _span(data) if n.startswith("x") else data for n, data in call.late.items()}
         return Rank(arrays, scalars, self._maps(), self.num_blocks, late), y

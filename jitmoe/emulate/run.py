@@ -77,7 +77,7 @@ class Rank:
     """
 
     arrays: Mapping[str, Array]
-    scalars: Mapping[str, int]
+    scalars: Mapping[str, int | float]
     maps: Mapping[str, TensorMap] = field(default_factory=dict)
     num_blocks: int = 1
     late: Mapping[str, np.ndarray] = field(default_factory=dict)

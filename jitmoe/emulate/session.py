@@ -18,6 +18,7 @@ from jitmoe.emulate.mega_moe import EmulatedLayer
 from jitmoe.emulate.run import EmulationError
 from jitmoe.plan.mega_moe import MegaMoePlan
 from jitmoe.plan.problem import MoeProblem
+from jitmoe.plan.variant import DEFAULT, Variant
 
 ERROR_BOUND = 5e-3  # bf16 slices and sums; the emulated tensor cores add exactly
 ELEMENT_BOUND = 0.25  # four re-quantised codes on the other side of a tie in one sum
@@ -41,6 +42,7 @@ class Session:
     ref: np.ndarray
     num_blocks: int
     checked: bool
+    variant: Variant
 
 
 @dataclass(frozen=True)
@@ -73,12 +75,14 @@ def open_session(
     routing: str = "uniform",
     num_blocks: int = 4,
     checked: bool = False,
+    variant: Variant = DEFAULT,
 ) -> Session:
     """A random call for `plan`, the same every time; the kernel is built.
 
     routing     one of `reference.ROUTINGS`
     num_blocks  blocks of the grid
     checked     whether data races and undefined behaviour are looked for: some 20 times slower
+    variant     of which `plan` has the fields
 
     Raises ValueError for a routing that does not exist or fit, NoHostCompiler, HostCompileError.
     """
@@ -88,9 +92,10 @@ def open_session(
     )
     executable(plan, checked)  # before the weights, which may take long: it may be refused
     layer = reference.random_layer(*sizes, seed=0)
-    ref = reference.mega_moe(tokens.x, None, *tokens[1:], *layer, requantize=True)
+    call = tokens.x, None, *tokens[1:], *layer
+    ref = reference.mega_moe(*call, requantize=True, **vars(variant))
     x = tokens.x.astype(ml_dtypes.bfloat16).view(np.uint16)
-    return Session(plan, layer, x, *tokens[1:], ref, num_blocks, checked)
+    return Session(plan, layer, x, *tokens[1:], ref, num_blocks, checked, variant)
 
 
 def run_seed(session: Session, seed: int) -> Outcome:
@@ -101,7 +106,7 @@ def run_seed(session: Session, seed: int) -> Outcome:
     )
     inputs = session.x, session.topk_ids, session.topk_weights
     try:
-        y = emulated(*inputs, seed=seed, timeout_s=TIMEOUT_S)
+        y = emulated(*inputs, session.variant, seed=seed, timeout_s=TIMEOUT_S)
     except EmulationError as error:
         return Outcome(seed, None, None, None, time.perf_counter() - start, str(error).rstrip())
     seconds = time.perf_counter() - start

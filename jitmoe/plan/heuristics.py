@@ -53,8 +53,10 @@ def bucket(problem: MoeProblem) -> str:
     return "decode" if problem.tokens_per_active_expert <= DECODE_TOKENS_PER_EXPERT else "prefill"
 
 
-def choose(problem: MoeProblem, gpu: GpuSpec) -> MegaMoePlan:
-    """The plan for `problem` on `gpu`. Raises PlanError if none fits."""
+def choose(problem: MoeProblem, gpu: GpuSpec, **variant) -> MegaMoePlan:
+    """The plan for `problem` on `gpu`; `variant` are further fields of it, as `Variant.plan_fields`
+    gives them. Raises PlanError if none fits.
+    """
     name = bucket(problem)
     for num_stages in range(MAX_STAGES[name], 2, -1):
         # What else shrinks before the ring does. The deliver warps hold a task slot for longer: in
@@ -75,6 +77,7 @@ def choose(problem: MoeProblem, gpu: GpuSpec) -> MegaMoePlan:
                 math_regs=224 if name == "prefill" else 160,
                 unroll_k=_unroll_k(name, problem),
                 num_task_slots=num_task_slots,
+                **variant,
             )
             if plan.smem.num_bytes <= gpu.smem_bytes:
                 plan.check(gpu)
@@ -94,17 +97,17 @@ def _unroll_k(name: str, problem: MoeProblem) -> int:
     return 1 if name == "decode" or is_short or problem.top_k > 16 else 4
 
 
-def plans_of_model(problem: MoeProblem, gpu: GpuSpec) -> dict[str, MegaMoePlan]:
+def plans_of_model(problem: MoeProblem, gpu: GpuSpec, **variant) -> dict[str, MegaMoePlan]:
     """Every kernel a model can need at any token count, by bucket.
 
-    `problem.num_tokens` is ignored.
+    `problem.num_tokens` is ignored; `variant` is as in `choose`.
     """
     plans = {}
     for num_tokens in (1, MAX_TOKENS):
         sized = MoeProblem(
             num_tokens, problem.hidden, problem.intermediate, problem.num_experts, problem.top_k
         )
-        plans.setdefault(bucket(sized), choose(sized, gpu))
+        plans.setdefault(bucket(sized), choose(sized, gpu, **variant))
     return plans
 
 

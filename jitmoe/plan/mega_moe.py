@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from jitmoe.plan import mega_moe_params
+from jitmoe.plan import mega_moe_params, variant
 from jitmoe.plan.gpu import KERNEL_ARCHS, GpuSpec
 from jitmoe.plan.memory_map import MemoryMap, Region, align, ceil_div
 from jitmoe.plan.plan import WARP_THREADS, Param, Plan, PlanError, Role
@@ -41,6 +41,9 @@ class MegaMoePlan(Plan):
     num_task_slots: int = 2
     group_tiles: int = MAX_GROUP_TILES  # of GEMM 2: all experts' before the next group's
     trace: bool = False
+    activation: str = "swiglu"
+    up_first: bool = False
+    weight_on_input: bool = False
 
     name = "mega_moe"
     block_rows = 256
@@ -78,7 +81,8 @@ class MegaMoePlan(Plan):
         schedule = Role("schedule", 1, regs, "claim tasks, publish them and their token rows")
         gather = Role("gather", self.num_gather_warps, regs, "token rows and scales into the ring")
         feed = Role("feed", 1, regs, "TMA: token tiles and scales into the ring")
-        jobs = "GEMMs, SwiGLU, re-quantise" + (", combine" if self.split_tokens else "")
+        jobs = f"GEMMs, {variant.FUNCTIONS[self.activation]}, re-quantise"
+        jobs += ", combine" if self.split_tokens else ""
         math = Role("math", self.num_math_warps, self.math_regs, jobs)
         if self.split_tokens:
             deliver = Role("deliver", 1, regs, "tell other blocks of tiles, list tokens to combine")
@@ -125,6 +129,7 @@ class MegaMoePlan(Plan):
             # One block of w13_scale can hold the end of gate and the start of up.
             "up_block_offset": self.intermediate // QUANT_GROUP,
             "up_block_rest": self.intermediate % QUANT_GROUP,
+            **variant.function_constants(self.activation),
         } | ({"trace_capacity": self.trace_capacity} if self.trace else {})
 
     @cached_property
@@ -271,6 +276,7 @@ class MegaMoePlan(Plan):
         if self.bucket not in ("decode", "prefill"):
             raise PlanError(f"bucket must be decode or prefill, got {self.bucket!r}")
         try:
+            variant.check_function(self.activation)
             MoeProblem(0, self.hidden, self.intermediate, self.num_experts, self.top_k)
         except ValueError as error:
             raise PlanError(str(error)) from None

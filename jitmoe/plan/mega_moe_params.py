@@ -49,4 +49,9 @@ def params(trace: bool) -> tuple[Param, ...]:
         Param("ids_are_i64", "u32"),
         Param("weights_are_bf16", "u32"),
         Param("timeout_us", "u32", "budget of every wait"),
+        Param("alpha", "f32", "of the clamped activation"),
+        Param("limit", "f32", "of the clamped activation"),
+        Param("up_offset", "f32", "of the clamped activation"),
+        Param("mid_scale_unit", "f32", "routed_scaling_factor / 448"),
+        Param("first_expert", "u32", "id of expert 0 of the weights"),
     )

@@ -32,5 +32,18 @@ DEVICE float reciprocal_approx(float x) {
 // x * sigmoid(x); for large negative x the exponential overflows to infinity and the result is -0.
 DEVICE float silu(float x) { return x * reciprocal_approx(1.0f + exp2_approx(-1.4426950408889634f * x)); }
 
+// The smaller and the larger, and NaN if either is: fminf and fmaxf would hide it.
+DEVICE float min_or_nan(float x, float y) {
+    float z;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+    return z;
+}
+
+DEVICE float max_or_nan(float x, float y) {
+    float z;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+    return z;
+}
+
 // Selects bytes of (high, low) by the nibbles of `selector` (PTX ISA, prmt).
 DEVICE u32 permute_bytes(u32 low, u32 high, u32 selector) { return __byte_perm(low, high, selector); }

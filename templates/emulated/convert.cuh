@@ -40,6 +40,10 @@ DEVICE float reciprocal_approx(float x) { return emulated_flush(1.0f / emulated_
 // x * sigmoid(x); for large negative x the exponential overflows to infinity and the result is -0.
 DEVICE float silu(float x) { return x * reciprocal_approx(1.0f + exp2_approx(-1.4426950408889634f * x)); }
 
+// The smaller and the larger, and NaN if either is: fminf and fmaxf would hide it.
+DEVICE float min_or_nan(float x, float y) { return x != x || x < y ? x : y; }
+DEVICE float max_or_nan(float x, float y) { return x != x || x > y ? x : y; }
+
 // Selects bytes of (high, low) by the nibbles of `selector` (PTX ISA, prmt): bit 3 of a nibble replicates the sign.
 DEVICE u32 permute_bytes(u32 low, u32 high, u32 selector) {
     const u64 bytes = u64(high) << 32 | low;

@@ -36,6 +36,7 @@ inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 
 inline float fabsf(float x) { return __builtin_fabsf(x); }
 inline float fmaxf(float x, float y) { return __builtin_fmaxf(x, y); }
+inline float erff(float x) { return __builtin_erff(x); }
 inline float fmaf(float x, float y, float z) { return __builtin_fmaf(x, y, z); }
 inline float __fdiv_rn(float x, float y) { return x / y; }
 inline int __popc(u32 x) { return __builtin_popcount(x); }

@@ -1,6 +1,6 @@
-// What becomes of a tile's sums that hold channels by rows and tokens by columns. GEMM 1: SwiGLU, then
-// re-quantisation per token and 128 channels, e4m3 rows in Params::mid. GEMM 2: bf16 rows in Params::slices, one per
-// routed pair. Memory wants tokens by rows: both transpose through a buffer of the warp's own.
+// What becomes of a tile's sums that hold channels by rows and tokens by columns. GEMM 1: the activation,
+// then re-quantisation per token and 128 channels, e4m3 rows in Params::mid. GEMM 2: bf16 rows in Params::slices, one
+// per routed pair. Memory wants tokens by rows: both transpose through a buffer of the warp's own.
 
 // Largest magnitude of each token over the tile's 128 channels: lanes of a warp by shuffles, warps through shared
 // memory.
@@ -31,7 +31,12 @@ DEVICE void reduce_amax(Smem& smem, const Share& share, float (&amax)[N / 4]) {
     sync_math();  // before the next tile's are written
 }
 
-// The router weight rides on the scale: a factor of the whole row, exact but for one rounding.
+// The router weight of the lane's token j * 8 + lane % 4 * 2 + i.
+template <u32 N>
+DEVICE float token_weight(const RouterWeights<N, false>& weights, u32 j, u32 i) {
+    return __shfl_sync(kFullMask, weights.of[j / 4], (j * 8 + lane_idx() % 4 * 2 + i) % kWarpThreads);
+}
+
 template <u32 N>
 DEVICE void store_mid_scales(const Params& p, const Task& task, const Share& share,
                              const RouterWeights<N, false>& weights, const float (&amax)[N / 4]) {
@@ -43,10 +48,10 @@ DEVICE void store_mid_scales(const Params& p, const Task& task, const Share& sha
 #pragma unroll
         for (u32 i = 0; i < 2; ++i) {
             const u32 token = j * 8 + lane % 4 * 2 + i;
-            const float weight = __shfl_sync(kFullMask, weights.of[j / 4], token % kWarpThreads);
+            const float weight = token_weight<N>(weights, j, i);
             if (lane >= 4 || token >= share.num_tokens) continue;
             const u32 row = task.row_start + token;
-            p.mid_scale[u64(task.tile) * p.row_capacity + row] = quant_scale(amax[2 * j + i]) * weight;
+            p.mid_scale[u64(task.tile) * p.row_capacity + row] = mid_scale(p, amax[2 * j + i], weight);
         }
     }
 }
@@ -55,7 +60,11 @@ template <u32 N>
 DEVICE void store_mid_columns(const Params& p, Smem& smem, const Task& task, const Share& share,
                               const RouterWeights<N, false>& weights, float (&sums)[kShareBlocks<false>][N / 2]) {
     const u32 lane = lane_idx();
-    float amax[N / 4] = {};
+    float amax[N / 4] = {}, token_weights[N / 4] = {};
+    if constexpr (kWeightOnInput) {
+#pragma unroll
+        for (u32 i = 0; i < N / 4; ++i) token_weights[i] = token_weight<N>(weights, i / 2, i % 2);
+    }
 #pragma unroll
     for (u32 m = 0; m < kShareBlocks<false>; ++m) {
 #pragma unroll
@@ -64,7 +73,7 @@ DEVICE void store_mid_columns(const Params& p, Smem& smem, const Task& task, con
             for (u32 i = 0; i < 2; ++i) {
                 // Registers 0, 1 are gate and 2, 3 up of one channel, for two tokens.
                 float& value = sums[m][4 * j + i];
-                value = silu(value) * sums[m][4 * j + 2 + i];
+                value = activate(p, value, sums[m][4 * j + 2 + i], token_weights[2 * j + i]);
                 amax[2 * j + i] = fmaxf(amax[2 * j + i], fabsf(value));
             }
         }

@@ -1,7 +1,8 @@
-// What becomes of a warpgroup's sums that hold its tokens by rows and channels by columns. GEMM 1: SwiGLU,
-// then re-quantisation per token and 128 channels, e4m3 rows in Params::mid. GEMM 2: bf16 rows in Params::slices, one
-// per routed pair. A warp holds all channels of 16 tokens, so it needs no other warp; 16-byte pieces of rows are put
-// together in a buffer of its own, which is free again: the main loop has a __syncwarp in every k-block.
+// What becomes of a warpgroup's sums that hold its tokens by rows and channels by columns. GEMM 1: the
+// activation, then re-quantisation per token and 128 channels, e4m3 rows in Params::mid. GEMM 2: bf16 rows in
+// Params::slices, one per routed pair. A warp holds all channels of 16 tokens, so it needs no other warp; 16-byte
+// pieces of rows are put together in a buffer of its own, which is free again: the main loop has a __syncwarp in every
+// k-block.
 
 // Rows lane / 4 and + 8 of the warp's 16 tokens. Columns of a 64-wide chunk are gate and up in alternating groups of 8:
 // registers 8i .. 8i+3 are gate and 8i+4 .. 8i+7 up of two channels, for the two rows.
@@ -17,7 +18,7 @@ DEVICE void store_mid_rows(const Params& p, Smem& smem, const Task& task, const 
 #pragma unroll
             for (u32 r = 0; r < 4; ++r) {
                 float& value = sums[m][i + r];
-                value = silu(value) * sums[m][i + 4 + r];
+                value = activate(p, value, sums[m][i + 4 + r], weights.of[r / 2]);
                 amax[r / 2] = fmaxf(amax[r / 2], fabsf(value));
             }
         }
@@ -28,9 +29,8 @@ DEVICE void store_mid_rows(const Params& p, Smem& smem, const Task& task, const 
         amax[half] = fmaxf(amax[half], __shfl_xor_sync(kFullMask, amax[half], 2));
         const u32 token = share.warp * 16 + half * 8 + lane / 4;
         if (lane % 4 == 0 && token < share.num_tokens) {
-            // The router weight rides on the scale: a factor of the whole row, exact but for one rounding.
             const u32 row = task.row_start + share.first_token + token;
-            p.mid_scale[u64(task.tile) * p.row_capacity + row] = quant_scale(amax[half]) * weights.of[half];
+            p.mid_scale[u64(task.tile) * p.row_capacity + row] = mid_scale(p, amax[half], weights.of[half]);
         }
         amax[half] = quant_factor(amax[half]);
     }

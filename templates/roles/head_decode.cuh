@@ -35,7 +35,7 @@ DEVICE u32 sort_thread() { return thread_idx() - kFirstMathThread; }
 DEVICE u16 load_expert(const Params& p, u32 pair) {
     const u32* id = reinterpret_cast<const u32*>(p.topk_ids) + (p.ids_are_i64 ? 2 * pair : pair);
     const u32 low = load_relaxed_gpu(id), high = p.ids_are_i64 ? load_relaxed_gpu(id + 1) : 0;
-    return u16(high == 0 ? min_of(low, kNumExperts) : kNumExperts);
+    return u16(expert_of_id(p, low, high));
 }
 
 // Experts of pairs i, i + kThreads, ..., all loads in flight together.

@@ -5,11 +5,16 @@
 
 DEVICE u32 pair_of_row(const Params& p, const Smem& smem, const Head& head, u32 row);  // head_decode, head_prefill
 
+// Which of the experts here an id of two words means. One outside [0, kNumExperts), less the first expert's, marks an
+// unused slot; as unsigned it is never below kNumExperts.
+DEVICE u32 expert_of_id(const Params& p, u32 low, u32 high) {
+    return high == 0 ? min_of(low - p.first_expert, kNumExperts) : kNumExperts;
+}
+
 DEVICE u32 expert_of_pair(const Params& p, u64 pair) {
-    // An id outside [0, kNumExperts) marks an unused slot; as unsigned it is never below kNumExperts.
     const u64 id = p.ids_are_i64 ? reinterpret_cast<const u64*>(p.topk_ids)[pair]
                                  : u64(reinterpret_cast<const u32*>(p.topk_ids)[pair]);
-    return id < kNumExperts ? u32(id) : kNumExperts;
+    return expert_of_id(p, u32(id), u32(id >> 32));
 }
 
 DEVICE float router_weight(const Params& p, u64 pair) {
@@ -22,7 +27,9 @@ DEVICE u32 used_slots(const Params& p, u32 token) {
     u32 used = 0;
 #pragma unroll 8
     for (u32 slot = 0; slot < kTopK; ++slot) {
-        used |= u32(expert_of_pair(p, u64(token) * kTopK + slot) < kNumExperts) << slot;
+        u32 expert = expert_of_pair(p, u64(token) * kTopK + slot);
+        if constexpr (kTrace) forget_value(expert);  // else a traced decode kernel spills 4 bytes
+        used |= u32(expert < kNumExperts) << slot;
     }
     return used;
 }

@@ -67,6 +67,19 @@ def test_help_and_version():
     assert "Usage" in program("no-such-command", code=2).stderr
 
 
+def test_variants():
+    options = ["--activation", "swiglu_oai", "--gate-up", "up_first", "--weight-on-input"]
+    plan = json.loads(invoke("plan", *SMALL, *options, "--json").stdout)["plan"]
+    assert plan["activation"] == "swiglu_clamped"
+    assert plan["up_first"] and plan["weight_on_input"]
+    text = invoke("show", *SMALL, *options, "--plain").stdout
+    assert "constexpr u32 kUpFirst = 1;" in text and "constexpr u32 kWeightOnInput = 1;" in text
+    assert "GEMMs, clamped SwiGLU, re-quantise" in text
+    for command in ("plan", "show", "warmup"):
+        assert "got 'relu'; take" in refusal(command, *SMALL, "--activation", "relu")
+        assert "got 'up'; say" in refusal(command, *SMALL, "--gate-up", "up")
+
+
 @pytest.mark.parametrize("gpu", [name for name in GPUS if GPUS[name].arch in KERNEL_ARCHS])
 @pytest.mark.parametrize("name", MODELS)
 def test_plan_of_every_preset(name, gpu):

@@ -9,7 +9,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jitmoe import ExpertWeights, MoeProblem, fused, mega_moe, prepare, workspace_bytes
+from jitmoe import (
+    Activation,
+    ExpertWeights,
+    MoeProblem,
+    fused,
+    mega_moe,
+    planned,
+    prepare,
+    workspace_bytes,
+)
 from jitmoe.plan.gpu import gpu_spec
 from jitmoe.plan.heuristics import choose
 from jitmoe.run import arrays
@@ -93,6 +102,8 @@ def test_weights_are_read():
     assert (weights.num_experts, weights.hidden, weights.intermediate) == (4, 512, 192)
     assert weights.device == 0
     assert repr(weights) == "ExpertWeights(num_experts=4, hidden=512, intermediate=192, device=0)"
+    up_first = ExpertWeights(**weight_arrays(), gate_up="up_first")
+    assert repr(up_first).endswith("device=0, gate_up='up_first')")
     assert weights.num_bytes == 4 * MoeProblem(1, 512, 192, 4, 2).expert_bytes
 
 
@@ -380,7 +391,7 @@ def kernel(monkeypatch):
     kernel = FakeKernel()
     cuda = SimpleNamespace(Device=lambda device: nullcontext())
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
-    monkeypatch.setattr(fused, "device_spec", lambda device: gpu_spec("h200"))
+    monkeypatch.setattr(planned, "device_spec", lambda device: gpu_spec("h200"))
     monkeypatch.setattr(prepare, "loaded", lambda plan, device: kernel)
     monkeypatch.setattr(prepare, "load", lambda plan, device: kernel)
     monkeypatch.setattr(prepare, "ParamBlock", FakeParams)
@@ -476,6 +487,53 @@ def test_ready_launches_are_those_of_layouts_plan_and_memory(kernel, monkeypatch
     assert call(1)["bank_words"] == 12_345
     monkeypatch.setattr(fused, "MAX_READY", 1)
     call(1, plan=plan)
+
+
+def test_variants_have_launches_of_their_own(kernel):
+    weights, given, workspace = layer_weights(), call_arrays(), RoomyWorkspace()
+
+    def call(num_ready, **kwargs):
+        mega_moe(weights=weights, **given, stream=0, workspace=workspace, **kwargs)
+        assert len(workspace.ready) == num_ready
+        return kernel.launches[-1][0]
+
+    plain = call(1)
+    assert (plain["limit"], plain["mid_scale_unit"]) == (np.inf, 1 / 448)
+    assert call(2, routed_scaling_factor=2.5)["mid_scale_unit"] == 2.5 / 448
+    clamped = call(3, activation="swiglu_oai")
+    assert [clamped[name] for name in ("alpha", "limit", "up_offset")] == [1.702, 7.0, 1.0]
+    assert call(4, activation=Activation("swiglu_oai", limit=3))["limit"] == 3.0
+    assert call(4, activation=Activation("swiglu_oai", limit=3))["limit"] == 3.0
+    assert (plain["first_expert"], call(5, first_expert=96)["first_expert"]) == (0, 96)
+    workspace.ready.popitem()
+    call(5, apply_router_weight_on_input=True)
+    assert call(5)["limit"] == np.inf
+    plan = choose(MoeProblem(TOKENS, HIDDEN, INTERMEDIATE, EXPERTS, TOP_K), gpu_spec("h200"))
+    message = refusal(lambda: call(6, plan=plan, activation="geglu_erf"))
+    assert "is for activation 'swiglu', the call has 'geglu_erf'; plan again" in message
+    message = refusal(lambda: call(6, plan=plan, apply_router_weight_on_input=True))
+    assert "is for weight_on_input False, the call has True; plan again" in message
+    assert "got 'relu'" in refusal(lambda: call(6, activation="relu"))
+    assert "got ['swiglu']; take" in refusal(lambda: call(6, activation=["swiglu"]))
+    message = refusal(lambda: call(6, routed_scaling_factor=np.ones(1)), TypeError)
+    assert "routed_scaling_factor must be a number, got ndarray; pass a float" in message
+
+
+def test_warmup_prepares_the_variant(kernel):
+    def plans(weights, **kwargs):
+        fused.warmup(weights, TOP_K, 4096, stream=0, workspace=RoomyWorkspace(), **kwargs)
+        return [key[1] for key in weights.memo if key[0] == "prepared"]
+
+    up_first = ExpertWeights(**weight_arrays(), gate_up="up_first")
+    options = {"activation": "geglu_tanh", "apply_router_weight_on_input": True}
+    for weights, kwargs in ((layer_weights(), {}), (up_first, options)):
+        decode, prefill = plans(weights, **kwargs)
+        assert (decode.bucket, prefill.bucket) == ("decode", "prefill")
+        for plan in (decode, prefill):
+            assert plan.activation == kwargs.get("activation", "swiglu")
+            assert plan.up_first == (weights is up_first) == plan.weight_on_input
+    message = refusal(lambda: plans(layer_weights(), activation="silu"))
+    assert "activation must be one of" in message and "got 'silu'" in message
 
 
 def test_workspaces_of_the_past_are_forgotten(kernel):

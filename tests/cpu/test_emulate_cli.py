@@ -69,6 +69,16 @@ def test_json():
     assert row["worst_element"] < session.ELEMENT_BOUND
 
 
+def test_variants():
+    options = ["--activation", "swiglu_oai", "--gate-up", "up_first", "--weight-on-input"]
+    title, line = invoke(*SMALL, *options).stdout.splitlines()
+    assert "swiglu_oai, up first, router weights on tokens, decode kernel" in title
+    assert "PASS" in line
+    report = json.loads(invoke(*SMALL, *options, "--tokens", 150, "--json").stdout)
+    assert (report["activation"], report["gate_up"]) == ("swiglu_oai", "up_first")
+    assert report["weight_on_input"] and report["is_right"] and report["bucket"] == "prefill"
+
+
 def test_layer_by_config(tmp_path):
     config = {"model_type": "my_moe", "hidden_size": 256, "moe_intermediate_size": 144}
     config |= {"num_experts": 4, "num_experts_per_tok": 2}
@@ -85,6 +95,8 @@ def test_layer_by_config(tmp_path):
         (["--ep", "3"], ["ep must divide", "got 3"]),
         ([*SMALL, "--routing", "even"], ["routing must be one of", "got 'even'"]),
         ([*SMALL, "--ep", "4"], ["top_k up to num_experts=1", "got 2; take duplicates"]),
+        ([*SMALL, "--activation", "silu"], ["activation must be one of", "got 'silu'; take"]),
+        ([*SMALL, "--gate-up", "up"], ["gate_up must be one of", "got 'up'; say"]),
         ([*SMALL, "--tokens", "262145"], ["num_tokens", "got 262,145; split"]),
     ],
 )
@@ -144,6 +156,9 @@ def replay_of(text):
 
 def test_a_kernel_that_computes_something_else(damage):
     damage("roles/combine.cuh", "+= bf16_low(words[w]);", "-= bf16_low(words[w]);")
+    options = ["--activation", "geglu_tanh", "--gate-up", "up_first", "--weight-on-input"]
+    replayed = replay_of(invoke(*SMALL, *options, code=1).stdout)
+    assert set(options) <= set(replayed) and "FAIL" in invoke(*replayed, code=1).stdout
     text = invoke(*SMALL, "--seed", 5, "--seeds", 3, code=1).stdout
     assert "seed 5: FAIL, relative error" in text and "seed 6" not in text
     assert "0 of 1 seeds run are right" in text

@@ -53,6 +53,7 @@ ORDER = {
         "memory_map",
         "spread",
         "plan",
+        "variant",
         "mega_moe_params",
         "mega_moe",
         "heuristics",

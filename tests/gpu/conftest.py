@@ -67,7 +67,7 @@ class Call(NamedTuple):
         workspace.check()
         return y
 
-    def reference(self, requantize=True):
+    def reference(self, requantize=True, **variant):
         import cupy
 
         return reference.mega_moe(
@@ -78,15 +78,16 @@ class Call(NamedTuple):
             *self.layer.codes,
             requantize=requantize,
             xp=cupy,
+            **variant,
         )
 
-    def check(self, y, exact_bound=EXACT_BOUND):
+    def check(self, y, exact_bound=EXACT_BOUND, **variant):
         import cupy
 
-        ref = self.reference()
+        ref = self.reference(**variant)
         assert reference.relative_error(y, ref, cupy) <= requantized_bound(ref.size)
         assert reference.worst_element(y, ref, cupy) <= WORST_BOUND
-        exact = self.reference(requantize=False)
+        exact = self.reference(requantize=False, **variant)
         assert reference.relative_error(y, exact, cupy) <= exact_bound
 
 

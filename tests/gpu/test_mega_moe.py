@@ -2,7 +2,7 @@
 
 import pytest
 
-from jitmoe import ExpertWeights, mega_moe, reference
+from jitmoe import Activation, ExpertWeights, mega_moe, reference
 
 EXACT_BOUND = 2.6e-2  # the noise of the format, at sizes that average it out
 
@@ -44,6 +44,71 @@ def test_outliers(make_layer, make_call, workspace, num_tokens):
     """Channels 30 times as large as the others: accumulation and scales are per 128 channels."""
     call = make_call(make_layer(8, 1024, 512, outliers=8), num_tokens, 2, outliers=8)
     call.check(call.run(call.fp8, workspace), 5e-2)
+
+
+ACTIVATIONS = [
+    "swiglu_clamped",
+    "swiglu_oai",
+    Activation("swiglu_clamped", limit=1.5),
+    Activation("swiglu_oai", alpha=0.7, limit=1.0, up_offset=-0.5),
+    "geglu_tanh",
+    "geglu_erf",
+]
+
+
+@pytest.mark.parametrize("num_tokens", [16, 300, 2000])
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+def test_activations(make_layer, make_call, workspace, activation, num_tokens):
+    """Small limits cut many gates and ups off: their standard deviation is about 1."""
+    call = make_call(make_layer(12, 512, 320), num_tokens, 3)
+    y = call.run(call.fp8, workspace, activation=activation)
+    call.check(y, 4e-2, activation=activation)
+
+
+@pytest.mark.parametrize("num_tokens", [16, 300, 2000])
+@pytest.mark.parametrize("activation", ["swiglu", "swiglu_oai"])
+def test_up_first(make_layer, make_call, workspace, activation, num_tokens):
+    layer = make_layer(12, 512, 320)
+    codes = layer.codes
+    weights = ExpertWeights(
+        codes.w13, codes.w2, codes.w13_scale, codes.w2_scale, gate_up="up_first"
+    )
+    call = make_call(layer._replace(weights=weights), num_tokens, 3)
+    y = call.run(call.fp8, workspace, activation=activation)
+    call.check(y, 4e-2, activation=activation, gate_up="up_first")
+
+
+@pytest.mark.parametrize("num_tokens", [16, 300, 2000])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        {"routed_scaling_factor": 2.5},
+        {"apply_router_weight_on_input": True},
+        {"apply_router_weight_on_input": True, "activation": "swiglu_oai"},
+    ],
+    ids=str,
+)
+def test_scaling_and_weights_on_input(make_layer, make_call, workspace, variant, num_tokens):
+    call = make_call(make_layer(12, 512, 320), num_tokens, 3)
+    tokens = call.tokens
+    call = call._replace(tokens=tokens._replace(topk_weights=3 * tokens.topk_weights))
+    call.check(call.run(call.fp8, workspace, **variant), 4e-2, **variant)
+    call.check(call.run(call.bf16, workspace, **variant), 4e-2, **variant)
+
+
+@pytest.mark.parametrize("num_tokens", [9, 900])
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_first_expert(make_layer, make_call, workspace, dtype, num_tokens):
+    """Global ids give the bits of local ones; ids of other ranks are unused slots."""
+    import cupy
+
+    call = make_call(make_layer(16, 512, 256), num_tokens, 4, "unused")
+    ids = call.tokens.topk_ids.astype(dtype)
+    is_mine = (ids >= 0) & (ids < 16)
+    plain = call.run(call.fp8, workspace, topk_ids=ids)
+    moved = cupy.where(is_mine, ids + 240, ids % 240)
+    assert (plain == call.run(call.fp8, workspace, topk_ids=moved, first_expert=240)).all()
+    call.check(plain, 4e-2)
 
 
 def test_no_tokens(make_layer, make_call, workspace):

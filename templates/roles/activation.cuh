@@ -1,0 +1,39 @@
+// The activation between the GEMMs (jitmoe/plan/variant.py), of the sums of one channel and token. Of gate alone, all
+// but one function are gate * sigmoid(some z): one exponential and one reciprocal of the special-function unit.
+
+DEVICE float sigmoid(float z) { return reciprocal_approx(1.0f + exp2_approx(-1.4426950408889634f * z)); }
+
+// x * (1 + tanh(u)) / 2 with u = sqrt(2 / pi) * (x + 0.044715 * x^3), and (1 + tanh(u)) / 2 = sigmoid(2u).
+DEVICE float gelu_tanh(float x) { return x * sigmoid(x * fmaf(0.07135481627f, x * x, 1.5957691216f)); }
+
+DEVICE float gelu_erf(float x) { return 0.5f * x * (1.0f + erff(0.70710678119f * x)); }
+
+static_assert(kActivation <= kActivationGegluErf, "there is no such activation");
+
+// Of the first and the second half of w13's rows: everywhere else the first half is called gate, whatever it is. The
+// router weight is looked at if it multiplies the token.
+DEVICE float activate(const Params& p, float first, float second, float weight) {
+    if constexpr (kWeightOnInput) {
+        first *= weight;
+        second *= weight;
+    }
+    const float gate = kUpFirst ? second : first, up = kUpFirst ? first : second;
+    if constexpr (kActivation == kActivationSwiglu) {
+        return silu(gate) * up;
+    } else if constexpr (kActivation == kActivationSwigluClamped) {
+        const float cut = min_or_nan(gate, p.limit);
+        const float cut_up = max_or_nan(min_or_nan(up, p.limit), -p.limit);
+        return cut * sigmoid(p.alpha * cut) * (cut_up + p.up_offset);
+    } else if constexpr (kActivation == kActivationGegluTanh) {
+        return gelu_tanh(gate) * up;
+    } else {
+        return gelu_erf(gate) * up;
+    }
+}
+
+// Scale of a row's group of 128 channels between the GEMMs, as quant_scale has it. The router weight, unless it
+// multiplied the token, and routed_scaling_factor ride on it: factors of the whole row, exact but for a rounding each.
+DEVICE float mid_scale(const Params& p, float amax, float weight) {
+    const float scale = fmaxf(amax, 1e-10f) * p.mid_scale_unit;
+    return kWeightOnInput ? scale : scale * weight;
+}
