@@ -281,9 +281,7 @@ class MegaMoePlan(Plan):
         except ValueError as error:
             raise PlanError(str(error)) from None
         if self.num_stages < 3:
-            raise PlanError(
-                f"the ring needs 3 stages to keep loads in flight, got {self.num_stages}"
-            )
+            raise PlanError(f"the ring needs 3 stages for loads in flight, got {self.num_stages}")
         if self.num_task_slots < 2:
             raise PlanError(f"claiming ahead needs 2 task slots, got {self.num_task_slots}")
         if not self.split_tokens and not 1 <= self.num_local_pairs <= 65_535:
@@ -291,12 +289,9 @@ class MegaMoePlan(Plan):
                 "rows are sorted locally by 16-bit pair numbers: room for 1 to 65,535 of them, "
                 f"got {self.num_local_pairs:,}"
             )
-        if not 1 <= self.unroll_k <= 8:
-            raise PlanError(f"unroll_k must be from 1 to 8 k-blocks, got {self.unroll_k}")
-        if not 1 <= self.group_tiles <= MAX_GROUP_TILES:
-            raise PlanError(
-                f"group_tiles must be from 1 to {MAX_GROUP_TILES} tiles, got {self.group_tiles}"
-            )
+        for name, most in (("unroll_k", 8), ("group_tiles", MAX_GROUP_TILES)):
+            if not 1 <= getattr(self, name) <= most:
+                raise PlanError(f"{name} must be from 1 to {most}, got {getattr(self, name)}")
         super().check(gpu)
         if gpu.num_sms > self.max_blocks:
             raise PlanError(
