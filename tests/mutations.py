@@ -59,6 +59,8 @@ REPLACEMENTS = (
     (r"parity \^ 1", "parity"),
     (r"\) wanted = slot;", ") wanted = wanted;"),
     (r"is_stale \|=", "is_stale ="),
+    (r"kUpFirst \? second : first", "second"),
+    (r"kWeightOnInput \?", "true ?"),
     (r"is_mine \?", "true ?"),
     (r"&& take_first_task\([^()]*\)", "&& true"),
     (r"k \* \(part \+ 1\) / parts", "k"),
