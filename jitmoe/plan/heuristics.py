@@ -60,8 +60,9 @@ def choose(problem: MoeProblem, gpu: GpuSpec, **variant) -> MegaMoePlan:
     name = bucket(problem)
     for num_stages in range(MAX_STAGES[name], 2, -1):
         # What else shrinks before the ring does. The deliver warps hold a task slot for longer: in
-        # prefill 3 beat 2 by 0.6 to 3 % at 8192 tokens. 4,096 pairs sorted locally beat the grid's
-        # sort, with what it waits for, by 1 % at 512 tokens of S2 (H200, 2026-11-30).
+        # prefill 3 beat 2 by 0.6 to 3 % at 8192 tokens. 4,096 pairs sorted locally, which needs no
+        # whole grid at once, are level with the grid's sort: 169.9 and 169.6 us at 512 tokens of S2
+        # (H200, 2026-11-30).
         sizes = ((4096, 3), (2048, 3), (1024, 2), (512, 2))
         for num_local_pairs, num_task_slots in sizes if name == "decode" else ((0, 3), (0, 2)):
             plan = MegaMoePlan(

@@ -68,9 +68,6 @@ inline T __shfl_xor_sync(u32 mask, T value, u32 lanes, u32 line = __builtin_LINE
 inline u32 __ballot_sync(u32 mask, bool predicate, u32 line = __builtin_LINE()) {
     return emu::ballot(mask, predicate, line);
 }
-inline u32 __match_any_sync(u32 mask, u32 value, u32 line = __builtin_LINE()) {
-    return emu::match_any(mask, value, line);
-}
 
 constexpr u32 kWarpThreads = 32;
 constexpr u32 kFullMask = 0xffffffffu;

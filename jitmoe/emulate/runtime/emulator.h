@@ -62,7 +62,6 @@ enum Shuffle : u32 { kIndex, kUp, kXor };
 u32 shuffle(Shuffle kind, u32 mask, u32 value, u32 argument, u32 line);
 u32 ballot(u32 mask, bool predicate, u32 line);
 u32 make_uniform(u32 value);
-u32 match_any(u32 mask, u32 value, u32 line);
 void sync_warp(u32 mask);
 void sync_block();
 void sync_named(u32 id, u32 num_threads);

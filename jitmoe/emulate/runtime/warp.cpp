@@ -107,21 +107,6 @@ u32 make_uniform(u32 value) {
     return machine.current->result;
 }
 
-static void finish_match_any(Block&, Warp& warp, Fiber* lanes) {
-    const Collective& c = warp.collective;
-    for (u32 lane = 0; lane < kWarpLanes; ++lane) {
-        lanes[lane].result = 0;
-        for (u32 other = 0; other < kWarpLanes; ++other) {
-            if (c.arrived >> other & 1 && c.values[other] == c.values[lane]) lanes[lane].result |= 1u << other;
-        }
-    }
-}
-
-u32 match_any(u32 mask, u32 value, u32 line) {
-    meet("__match_any_sync", mask, 0, line, {value}, finish_match_any);
-    return machine.current->result;
-}
-
 // stmatrix: "thread 8 i + r holds the address of row r of matrix i"; its fragment gives lane l elements 2 (l % 4) and +
 // 1 of row l / 4. With .trans address r receives column r. Each lane writes what it brings: only a barrier shows it to
 // the lane whose row it is.
