@@ -40,9 +40,6 @@ CHANGES = {
         {"num_task_slots": 2},
         {"unroll_k": 1},
         {"unroll_k": 2},
-        {"group_tiles": 1},
-        {"group_tiles": 2},
-        {"group_tiles": 4},
     ),
 }
 CLOSE = 1.05  # times the best

@@ -193,7 +193,6 @@ CASES = (
         **{"num_blocks": 6, "overlap": True, "small_parts": True},
     ),
     _case("decode", (384, 48, 8, 4), (3, 68, 6), num_blocks=3, overlap=True),
-    _case("prefill", (640, 256, 3, 2), (200, 10), group_tiles=2),
     _case("prefill", (640, 256, 3, 2), (5, 20, 9), overlap=True),
     _case("decode", (384, 80, 33, 3), (130, 3)),
     _case("prefill", (128, 48, 33, 32), (140,), "hot_expert", num_blocks=1),

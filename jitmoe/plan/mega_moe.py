@@ -11,8 +11,6 @@ from jitmoe.plan.memory_map import MemoryMap, Region, align, ceil_div
 from jitmoe.plan.plan import WARP_THREADS, Param, Plan, PlanError, Role
 from jitmoe.plan.problem import QUANT_GROUP, MoeProblem
 
-MAX_GROUP_TILES = 64  # as many as the widest layer has: no groups
-
 
 @dataclass(frozen=True)
 class MegaMoePlan(Plan):
@@ -39,7 +37,6 @@ class MegaMoePlan(Plan):
     math_regs: int
     unroll_k: int
     num_task_slots: int = 2
-    group_tiles: int = MAX_GROUP_TILES  # of GEMM 2: all experts' before the next group's
     trace: bool = False
     activation: str = "swiglu"
     up_first: bool = False
@@ -289,9 +286,8 @@ class MegaMoePlan(Plan):
                 "rows are sorted locally by 16-bit pair numbers: room for 1 to 65,535 of them, "
                 f"got {self.num_local_pairs:,}"
             )
-        for name, most in (("unroll_k", 8), ("group_tiles", MAX_GROUP_TILES)):
-            if not 1 <= getattr(self, name) <= most:
-                raise PlanError(f"{name} must be from 1 to {most}, got {getattr(self, name)}")
+        if not 1 <= self.unroll_k <= 8:
+            raise PlanError(f"unroll_k must be from 1 to 8, got {self.unroll_k}")
         super().check(gpu)
         if gpu.num_sms > self.max_blocks:
             raise PlanError(

@@ -38,17 +38,10 @@ DEVICE Task decode_task(const Smem& smem, u32 index) {
     const u32 num_tasks_1 = num_tasks(smem, kGemm1);
     const u32 phase = index < num_tasks_1 ? kGemm1 : kGemm2;
     const u32 k = phase == kGemm1 ? kNumKBlocks1 : kNumKBlocks2;
-    u32 tiles = phase == kGemm1 ? kNumTiles1 : kNumTiles2, first_tile = 0;
+    const u32 tiles = phase == kGemm1 ? kNumTiles1 : kNumTiles2;
     if (phase == kGemm2) index -= num_tasks_1;
     const u32 parts = num_parts(smem, phase), part = index % parts;
     index /= parts;
-    // GEMM 2 in groups of tiles, all experts of a group first: a token's slices are summed while they are in L2.
-    if (kGroupTiles < kNumTiles2 && phase == kGemm2) {
-        const u32 num_blocks_of_rows = smem.block_start[kNumExperts];
-        first_tile = index / (num_blocks_of_rows * kGroupTiles) * kGroupTiles;
-        tiles = min_of(kGroupTiles, kNumTiles2 - first_tile);
-        index -= first_tile * num_blocks_of_rows;
-    }
     // The expert e with block_start[e] * tiles <= index < block_start[e + 1] * tiles.
     u32 low = 0, high = kNumExperts;
     while (high - low > 1) {
@@ -67,14 +60,8 @@ DEVICE Task decode_task(const Smem& smem, u32 index) {
     const u32 block = unit + index % unit_blocks;
     const u32 row_start = smem.row_start[low] + block * kBlockTokens;
     const u32 num_rows = min_of(kBlockTokens, smem.row_end[low] - row_start);
-    return {phase,
-            low,
-            first_tile + index / unit_blocks,
-            row_start,
-            num_rows,
-            first + block,
-            k * part / parts,
-            k * (part + 1) / parts};
+    return {phase,    low,           index / unit_blocks, row_start,
+            num_rows, first + block, k * part / parts,    k * (part + 1) / parts};
 }
 
 DEVICE void trace_task(const Params& p, const Task& task) {

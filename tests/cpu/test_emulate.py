@@ -61,7 +61,6 @@ CASES = {
     "decode, unrolled": make_plan("decode", 640, 320, 16, 3, unroll_k=2),
     "prefill": make_plan("prefill", 512, 192, 8, 2),
     "prefill, wide": make_plan("prefill", 640, 384, 4, 2),
-    "prefill, tiles in groups": make_plan("prefill", 1152, 128, 4, 2, group_tiles=2),
 }
 
 

@@ -14,7 +14,7 @@ from jitmoe.emulate.compile import NoHostCompiler, compiler
 from jitmoe.emulate.mega_moe import EmulatedLayer
 from jitmoe.plan.gpu import GPUS
 from jitmoe.plan.heuristics import choose
-from jitmoe.plan.mega_moe import MAX_GROUP_TILES, MegaMoePlan
+from jitmoe.plan.mega_moe import MegaMoePlan
 from jitmoe.plan.plan import PlanError
 from jitmoe.plan.problem import MAX_TOKENS, MoeProblem
 
@@ -50,7 +50,6 @@ def random_plan(rng: random.Random, bucket: str) -> MegaMoePlan:
             num_task_slots=rng.randint(2, 4),
             unroll_k=rng.choice([1, 2, 3, 4]),
             num_local_pairs=rng.choice([1, 20, 150, 2048]) if bucket == "decode" else 0,
-            group_tiles=rng.choice([1, 2, MAX_GROUP_TILES]),
         )
         try:
             other.check(GPUS["h200"])

@@ -341,7 +341,6 @@ ROOMY = replace(H200, smem_bytes=1 << 20)
         ({"unroll_k": 0}, H200, "unroll_k must be from 1 to 8, got 0"),
         ({"unroll_k": -4}, H200, "unroll_k must be from 1 to 8, got -4"),
         ({"unroll_k": 9}, H200, "unroll_k must be from 1 to 8, got 9"),
-        ({"group_tiles": 0}, H200, "group_tiles must be from 1 to 64, got 0"),
         ({"hidden": 7000}, H200, "hidden must be a multiple of 128 .*, got 7,000; pad"),
         ({"hidden": 16_512}, H200, "hidden must be a multiple .*, got 16,512; shard the layer"),
         ({"intermediate": 32_784}, H200, "intermediate must .*, got 32,784; shard the layer"),
