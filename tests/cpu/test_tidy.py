@@ -48,12 +48,12 @@ LATE_FOLDER = "integrations"  # its modules are imported on demand, and may impo
 ORDER = {
     "plan": [
         "problem",
+        "variant",
         "models",
         "gpu",
         "memory_map",
         "spread",
         "plan",
-        "variant",
         "mega_moe_params",
         "mega_moe",
         "heuristics",
