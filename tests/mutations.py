@@ -68,7 +68,7 @@ REPLACEMENTS = (
 # Terms of addresses and coordinates; each becomes 0.
 TERMS = (
     r"descriptor_step\([^()]*\)",
-    r"\bk \* kBlockK",
+    r"\bk \* kBlockKBytes",
     r"k \* part / parts",
     r"\btask\.k_begin\b",
     r"u64\(tile \* parts\)",
@@ -83,9 +83,9 @@ TERMS = (
     r"u64\(task\.tile\) \* [\w.]+",
     r"u64\(task\.row_start\) \* kMidStride",
     r"task\.row_start \+ i\b",
-    r"share\.first_row \* kBlockK",
-    r"\b(?:same_)?share\.first_token(?: \* kBlockK)?(?=[;,) +])",
-    r"\bm \* (?:64|32|descriptor_step\(64 \* kBlockK\))",
+    r"share\.first_row \* kBlockKBytes",
+    r"\b(?:same_)?share\.first_token(?: \* kBlockKBytes)?(?=[;,) +])",
+    r"\bm \* (?:64|32|descriptor_step\(64 \* kBlockKBytes\))",
     r"lane \* 16\b",
     r"share\.warp \* (?:8|16)",
     r"\blane / (?:4|8|16) \* 8|\blane / 16 \* 8",

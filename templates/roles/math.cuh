@@ -1,5 +1,5 @@
 // The math warpgroups: partial sums of 128-deep k-blocks on the tensor cores, promoted to fp32 with the scales of their
-// tokens and weights (two-level accumulation); then the epilogue of the phase.
+// tokens and weights (two-level accumulation), or the whole sums (accumulate.cuh); then the epilogue of the phase.
 
 // Where the warpgroup reads in a stage: all that the main loop needs.
 struct Operands {
@@ -12,8 +12,8 @@ struct Operands {
 template <bool kTokenRows>
 DEVICE Operands find_operands(const Smem& smem, const Task& task, const Share& share) {
     const u32 lane = lane_idx();
-    return {descriptor_low(smem.weight_tiles[0] + share.first_row * kBlockK),
-            descriptor_low(smem.token_tiles[0] + share.first_token * kBlockK),
+    return {descriptor_low(smem.weight_tiles[0] + share.first_row * kBlockKBytes),
+            descriptor_low(smem.token_tiles[0] + share.first_token * kBlockKBytes),
             kTokenRows ? share.first_token + share.warp * 16 + lane / 4 : lane % 4 * 2, share.first_row,
             task.phase == kGemm2};
 }
@@ -110,7 +110,7 @@ DEVICE void multiply(const Params& p, Smem& smem, Ring<kNumStages>& ring, const 
                 wait_in_flight(p, &smem.full[ring.stage], ring.stage, ring.parity());
             }
             if (!kSplitTokens && m == 0) fence_async_shared();  // cp.async wrote the token rows in the generic proxy
-            const u32 block = weights + m * descriptor_step(64 * kBlockK);
+            const u32 block = weights + m * descriptor_step(64 * kBlockKBytes);
             const u32 a = kTokenRows ? tokens : block, b = kTokenRows ? block : tokens;
             hold_accumulators(partial[step % 2]);
             wgmma_fence();
@@ -152,11 +152,15 @@ DEVICE void run_tile(const Params& p, Smem& smem, const Head& head, Ring<kNumSta
     // Ahead of the loop, so that the event begins with a multiply.
     if constexpr (kTrace) wait_for_stage(p, smem, ring);
     trace_begin(p, kEventMma, task.phase);
+    if constexpr (kQuantizes) {
 #pragma unroll 1
-    for (; k >= kUnrollK; k -= kUnrollK) multiply<N, kTokenRows, kUnrollK>(p, smem, ring, at, sums);
-    if constexpr (kUnrollK > 1) {
+        for (; k >= kUnrollK; k -= kUnrollK) multiply<N, kTokenRows, kUnrollK>(p, smem, ring, at, sums);
+        if constexpr (kUnrollK > 1) {
 #pragma unroll 1
-        for (; k > 0; --k) multiply<N, kTokenRows, 1>(p, smem, ring, at, sums);
+            for (; k > 0; --k) multiply<N, kTokenRows, 1>(p, smem, ring, at, sums);
+        }
+    } else {
+        accumulate(p, smem, ring, at.weights, at.tokens, k, sums);
     }
     trace_end(p, kEventMma);
     trace_begin(p, kEventEpilogue);
