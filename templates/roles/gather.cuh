@@ -37,12 +37,11 @@ DEVICE Copies find_copies(const Params& p, Smem& smem, const Task& task, u32 slo
         scale_row_stride = 1;
         c.scale_group_stride = p.row_capacity;
     } else {
-        const bool is_copy = quantizes_x(p);
-        c.rows = is_copy ? p.pool : p.x;
-        row_stride = is_copy ? kHidden : p.x_stride;
-        scales = is_copy ? p.pool_scale : p.x_scale;
-        scale_row_stride = is_copy ? kXQuantScaleStride : p.x_scale_token_stride;
-        c.scale_group_stride = is_copy ? 1 : u32(p.x_scale_group_stride);
+        c.rows = quantizes_x(p) ? p.pool : p.x;
+        row_stride = quantizes_x(p) ? kHidden : p.x_stride;
+        scales = quantizes_x(p) ? p.pool_scale : p.x_scale;
+        scale_row_stride = quantizes_x(p) ? kXQuantScaleStride : p.x_scale_token_stride;
+        c.scale_group_stride = quantizes_x(p) ? 1 : u32(p.x_scale_group_stride);
     }
     if constexpr (kQuantizes) c.weight_scale = weight_scale(p, task, min_of(lane, 2u));
     // Row i of the task: its token in x for GEMM 1, consecutive rows of mid for GEMM 2.
