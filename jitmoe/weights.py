@@ -70,9 +70,7 @@ class ExpertWeights:
         e, h, i = self.num_experts, self.hidden, self.intermediate
         for name, shape in (("w13", (e, rows, h)), ("w2", (e, h, i))):
             remedy = "w13 and w2 must be of the same layer: transpose or slice one of them"
-            check_array(
-                getattr(self, name), name, shape, _DTYPES[self.format], self.device, remedy
-            )
+            check_array(getattr(self, name), name, shape, _DTYPES[self.format], self.device, remedy)
             check_rows(getattr(self, name), name, 16 // format_of(self.format).element_bytes)
         if self.format == "fp8_block":
             self._check_block_scales()

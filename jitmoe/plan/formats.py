@@ -29,7 +29,6 @@ def format_of(name: str) -> Format:
     """The format called `name`. Raises ValueError for an unknown name."""
     if not isinstance(name, str) or name not in FORMATS:
         raise ValueError(
-            f"format must be one of {', '.join(FORMATS)}, got {name!r}; "
-            "take that of the weights"
+            f"format must be one of {', '.join(FORMATS)}, got {name!r}; take that of the weights"
         )
     return FORMATS[name]

@@ -42,7 +42,9 @@ HOPPER_SMEM_BYTES = 232_448  # opt-in maximum of one CTA, sm_90 and sm_100 alike
 # facts"), and bf16 of a matmul of random numbers. The others are datasheet figures times the
 # fraction the H200 reaches: 4645/4800 of memory, 1440/1979 of FP8, 788/989 of bf16.
 GPUS = {
-    "h200": GpuSpec("H200", "sm_90a", 132, HOPPER_SMEM_BYTES, 4645, 1440, 788, 60 << 20, measured=True),
+    "h200": GpuSpec(
+        "H200", "sm_90a", 132, HOPPER_SMEM_BYTES, 4645, 1440, 788, 60 << 20, measured=True
+    ),
     "h100-sxm": GpuSpec("H100 SXM", "sm_90a", 132, HOPPER_SMEM_BYTES, 3240, 1440, 788, 50 << 20),
     "h100-pcie": GpuSpec("H100 PCIe", "sm_90a", 114, HOPPER_SMEM_BYTES, 1935, 1100, 602, 50 << 20),
     "h20": GpuSpec("H20", "sm_90a", 78, HOPPER_SMEM_BYTES, 3870, 215, 118, 60 << 20),

@@ -46,9 +46,7 @@ def floor(problem: MoeProblem, gpu: GpuSpec) -> Floor:
     GEMMs.
     """
     num_bytes = problem.num_active_experts * problem.expert_bytes + problem.activation_bytes
-    return Floor(
-        num_bytes / gpu.read_gbps * 1e-3, problem.flop / gpu.tflops(problem.format) * 1e-6
-    )
+    return Floor(num_bytes / gpu.read_gbps * 1e-3, problem.flop / gpu.tflops(problem.format) * 1e-6)
 
 
 def bucket(problem: MoeProblem) -> str:

@@ -84,11 +84,11 @@ class MegaMoePlan(Plan):
 
     @property
     def roles(self) -> tuple[Role, ...]:
-        regs = self.producer_regs
+        regs, scales = self.producer_regs, " and scales" * self.quantizes
         load = Role("load", 1, regs, "TMA: weight tiles into the ring")
         schedule = Role("schedule", 1, regs, "claim tasks, publish them and their token rows")
-        gather = Role("gather", self.num_gather_warps, regs, "token rows and scales into the ring")
-        feed = Role("feed", 1, regs, "TMA: token tiles and scales into the ring")
+        gather = Role("gather", self.num_gather_warps, regs, f"token rows{scales} into the ring")
+        feed = Role("feed", 1, regs, f"TMA: token tiles{scales} into the ring")
         jobs = f"GEMMs, {variant.FUNCTIONS[self.activation]}{', re-quantise' * self.quantizes}"
         jobs += ", combine" if self.split_tokens else ""
         math = Role("math", self.num_math_warps, self.math_regs, jobs)
@@ -266,9 +266,7 @@ class MegaMoePlan(Plan):
             raise PlanError(f"bucket must be decode or prefill, got {self.bucket!r}")
         try:
             variant.check_function(self.activation)
-            MoeProblem(
-                0, self.hidden, self.intermediate, self.num_experts, self.top_k, self.format
-            )
+            MoeProblem(0, self.hidden, self.intermediate, self.num_experts, self.top_k, self.format)
         except ValueError as error:
             raise PlanError(str(error)) from None
         if self.num_stages < 3:

@@ -97,7 +97,7 @@ def test_plan_refuses_other_functions():
 
 
 def test_scalars_are_the_last_parameters():
-    scalars = DEFAULT.scalars
+    scalars = DEFAULT.scalars("fp8_block")
     assert list(scalars) == [p.name for p in choose(PROBLEM, H200).params[-len(scalars) :]]
 
 
