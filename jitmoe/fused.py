@@ -70,10 +70,10 @@ def mega_moe(
                   a C++ compiler and no GPU; stream and workspace must be None, and y is uint16
                   where x is unsigned, else ml_dtypes.bfloat16
 
-    A launch with few tokens, in the format of the weights, may begin while a kernel before it on the stream ends, if that
-    kernel allows it (programmatic dependent launch; jitmoe's do, others only if written so). It
-    then reads weights, and nothing else for good, before that kernel is over: whoever writes
-    weights must not allow it.
+    A launch with few tokens, in the format of the weights, may begin while a kernel before it on
+    the stream ends, if that kernel allows it (programmatic dependent launch; jitmoe's do, others
+    only if written so). It then reads weights, and nothing else for good, before that kernel is
+    over: whoever writes weights must not allow it.
 
     A kernel is built for each function of activations and each apply_router_weight_on_input, none
     for numbers.

@@ -11,7 +11,6 @@ from jitmoe.plan.problem import QUANT_GROUP, MoeProblem
 from jitmoe.plan.variant import check_gate_up
 from jitmoe.run.arrays import HOST, check_array, check_dense, check_rows, host_view, view
 
-
 # By format, what w13 and w2 may be.
 _DTYPES = {"fp8_block": ("e4m3", "u8"), "bf16": ("bf16", "u16")}
 

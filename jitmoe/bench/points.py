@@ -49,8 +49,8 @@ class Points:
 
 
 def named_shapes(names: str, format: str = "fp8_block") -> dict[str, MoeProblem]:
-    """Of "S1,S4" the shapes of those names, of weights in a format of `plan.formats.FORMATS`. Raises
-    ValueError for another name.
+    """Of "S1,S4" the shapes of those names, of weights in a format of
+    `plan.formats.FORMATS`. Raises ValueError for another name.
     """
     keys = [name.strip().upper() for name in names.split(",")]
     for key in keys:

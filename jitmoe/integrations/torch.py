@@ -17,8 +17,9 @@ MAX_LAYERS = 1024  # remembered; then the one not called for longest is read aga
 
 _INPUTS = ("x", "topk_ids", "topk_weights", "w13", "w2", "w13_scale", "w2_scale", "x_scale")
 _SCHEMA = (
-    "Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w13, Tensor w2, Tensor w13_scale, "
-    'Tensor w2_scale, Tensor? x_scale=None, str backend="cuda"'
+    "Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w13, Tensor w2, "
+    "Tensor? w13_scale=None, Tensor? w2_scale=None, Tensor? x_scale=None, "
+    'str backend="cuda", str activation="swiglu"'
 )
 
 
@@ -28,23 +29,26 @@ def mega_moe(
     topk_weights: torch.Tensor,
     w13: torch.Tensor,
     w2: torch.Tensor,
-    w13_scale: torch.Tensor,
-    w2_scale: torch.Tensor,
+    w13_scale: torch.Tensor | None = None,
+    w2_scale: torch.Tensor | None = None,
     *,
     x_scale: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     backend: str = "cuda",
+    activation: str = "swiglu",
 ) -> torch.Tensor:
     """`jitmoe.mega_moe` as a PyTorch operator, on the current stream of the tensors' GPU.
 
-    x             [num_tokens, hidden] bf16, or e4m3 with x_scale f32 [num_tokens, hidden / 128]
+    x             [num_tokens, hidden] bf16, or, for FP8 weights, e4m3 with x_scale f32
+                  [num_tokens, hidden / 128]
     topk_ids      [num_tokens, top_k] int32 or int64; an id outside [0, num_experts) is an unused
                   slot
     topk_weights  [num_tokens, top_k] f32 or bf16
     w13 to w2_scale  the tensors of `jitmoe.ExpertWeights`, used in place; scales may be e8m0 as
-                  well, of which a copy in f32 is kept with the tensor
+                  well, of which a copy in f32 is kept with the tensor; bf16 weights have none
     out           [num_tokens, hidden] bf16, written in place (default: a new tensor)
     backend       "cuda", or "emulated": tensors on the CPU, and the kernel thread by thread on it
+    activation    the name of a kind of `jitmoe.Activation`, with its usual numbers
 
     Returns `out`. Works in torch.compile(fullgraph=True) and, after one call on the stream of the
     capture, in a CUDA graph.
@@ -54,12 +58,12 @@ def mega_moe(
     """
     inputs = (x, topk_ids, topk_weights, w13, w2, w13_scale, w2_scale, x_scale)
     if out is None and torch.compiler.is_compiling():
-        return _new(*inputs, backend)
+        return _new(*inputs, backend, activation)
     if torch.is_grad_enabled():
         _refuse_grad(inputs)
     if out is None:  # this way in less than half the time, for it has no autograd formula
         out = x.new_empty(x.shape, dtype=torch.bfloat16)
-    _into(out, *inputs, backend)
+    _into(out, *inputs, backend, activation)
     return out
 
 
@@ -73,20 +77,16 @@ _library.define(f"mega_moe_out(Tensor(a!) out, {_SCHEMA}) -> ()", tags=_TAGS)
 
 @torch.library.impl(_library, "mega_moe", "CompositeExplicitAutograd")
 @torch.compiler.disable
-def _mega_moe(
-    x, topk_ids, topk_weights, w13, w2, w13_scale, w2_scale, x_scale=None, backend="cuda"
-):
+def _mega_moe(x, *rest, **options):
     out = x.new_empty(x.shape, dtype=torch.bfloat16)
-    _run(out, x, topk_ids, topk_weights, (w13, w2, w13_scale, w2_scale), x_scale, backend)
+    _run(out, x, *rest, **options)
     return out
 
 
 @torch.library.impl(_library, "mega_moe_out", "CompositeExplicitAutograd")
 @torch.compiler.disable
-def _mega_moe_out(
-    out, x, topk_ids, topk_weights, w13, w2, w13_scale, w2_scale, x_scale=None, backend="cuda"
-):
-    _run(out, x, topk_ids, topk_weights, (w13, w2, w13_scale, w2_scale), x_scale, backend)
+def _mega_moe_out(out, *inputs, **options):
+    _run(out, *inputs, **options)
     if not out.is_inference():  # those have no version
         torch.autograd.graph.increment_version(out)
 
@@ -129,8 +129,20 @@ def _refuse_grad(inputs) -> None:
         )
 
 
-def _run(out, x, topk_ids, topk_weights, weights, x_scale, backend) -> None:
-    weights = *weights[:2], *map(_f32, weights[2:])
+def _run(
+    out,
+    x,
+    topk_ids,
+    topk_weights,
+    w13,
+    w2,
+    w13_scale=None,
+    w2_scale=None,
+    x_scale=None,
+    backend="cuda",
+    activation="swiglu",
+) -> None:
+    weights = w13, w2, _f32(w13_scale), _f32(w2_scale)
     if backend == "emulated":
         read, weights = _host, ExpertWeights(*map(_host, weights, _INPUTS[3:7]))
     elif backend == "cuda":
@@ -141,20 +153,21 @@ def _run(out, x, topk_ids, topk_weights, weights, x_scale, backend) -> None:
     rows = x if x_scale is None else (x, read(x_scale, "x_scale"))
     ids, router = read(topk_ids, "topk_ids"), read(topk_weights, "topk_weights")
     # A model may lie on several GPUs, of which one is current.
+    options = {"activation": activation, "backend": backend}
     with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
-        launch(rows, ids, router, weights, out=read(out, "out"), backend=backend)
+        launch(rows, ids, router, weights, out=read(out, "out"), **options)
 
 
 _E8M0 = getattr(torch, "float8_e8m0fnu", None)  # PyTorch 2.7 and later
 
 
-def _f32(scale: torch.Tensor) -> torch.Tensor:
+def _f32(scale: torch.Tensor | None) -> torch.Tensor | None:
     """Scales in e8m0 as f32, made once and kept with the tensor; others as they are.
 
     They are made anew where the tensor lies elsewhere or was written since, but a write through
     `.data` leaves no trace.
     """
-    if scale.dtype != _E8M0:
+    if scale is None or scale.dtype != _E8M0:
         return scale
     if scale.is_inference():  # has no version
         return _widened(scale)
@@ -176,10 +189,12 @@ def _as_is(tensor: torch.Tensor, name: str) -> torch.Tensor:
     return tensor
 
 
-def _host(tensor: torch.Tensor, name: str):
+def _host(tensor: torch.Tensor | None, name: str):
     """A tensor on the CPU as a NumPy array of the same memory, by ml_dtypes where NumPy has no such
     type.
     """
+    if tensor is None:
+        return None
     if tensor.device.type != "cpu":
         raise TypeError(
             f'{name} must be on the CPU for backend="emulated", got a tensor on {tensor.device}; '
@@ -193,13 +208,15 @@ def _host(tensor: torch.Tensor, name: str):
     return tensor.view(bits).numpy().view(kind)
 
 
-def _place(tensor: torch.Tensor) -> tuple:
+def _place(tensor: torch.Tensor | None) -> tuple | None:
     """All that a kernel knows of a tensor of weights."""
+    if tensor is None:
+        return None
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 @lru_cache(MAX_LAYERS)
-def _known_weights(*places: tuple) -> ExpertWeights:
+def _known_weights(*places: tuple | None) -> ExpertWeights:
     """ExpertWeights of four places, made once for each.
 
     Made of the key alone, so it is right for whatever tensors lie there: checked layouts, plans,
@@ -207,10 +224,18 @@ def _known_weights(*places: tuple) -> ExpertWeights:
     be written; memory that was freed and given to another layer of the same layout serves that one.
     No tensor is held, so a model's memory is free as soon as its owner lets go of it.
     """
-    return ExpertWeights(*map(_Memory, places, _INPUTS[3:7]))
+    return ExpertWeights(
+        *(place and _Memory(place, name) for place, name in zip(places, _INPUTS[3:7], strict=True))
+    )
 
 
-_TYPES = {torch.float8_e4m3fn: ("|u1", 1), torch.uint8: ("|u1", 1), torch.float32: ("<f4", 4)}
+_TYPES = {
+    torch.float8_e4m3fn: ("|u1", 1),
+    torch.uint8: ("|u1", 1),
+    torch.bfloat16: ("<u2", 2),
+    torch.uint16: ("<u2", 2),
+}
+_SCALE_TYPES = {torch.float32: ("<f4", 4)}
 
 
 class _Memory:
@@ -223,12 +248,13 @@ class _Memory:
                 f'{name} must be on a GPU for backend="cuda", got a tensor on {device}; move it '
                 'with .cuda(), or run the kernel on this CPU with backend="emulated"'
             )
-        if dtype not in _TYPES:
+        types = _SCALE_TYPES if "scale" in name else _TYPES
+        if dtype not in types:
             raise ValueError(
-                f"{name} must have dtype {'f32' if 'scale' in name else 'e4m3 or u8'}, "
+                f"{name} must have dtype {'f32' if 'scale' in name else 'e4m3, u8, bf16 or u16'}, "
                 f"got {str(dtype).removeprefix('torch.')}; convert or view it"
             )
-        typestr, itemsize = _TYPES[dtype]
+        typestr, itemsize = types[dtype]
         self.__cuda_array_interface__ = {
             "version": 3,
             "data": (address, False),

@@ -15,7 +15,7 @@ from jitmoe.integrations.torch import mega_moe
 
 NAME = "jitmoe"
 
-# What, if set, makes the gate of FP8Experts another than silu(gate) * up.
+# What, if set, makes the gate of FP8Experts another than act_fn(gate) * up.
 _GATE_FIELDS = ("gate_softcap", "up_softcap", "swiglu_alpha", "swiglu_limit", "limit")
 # Attributes of a module, the only value allowed (as good as none), and an implementation of
 # transformers that takes others.
@@ -31,8 +31,8 @@ _NEEDS = (
 
 
 def register(backend: str = "cuda") -> None:
-    """Put "jitmoe" into both registries of transformers: that of FP8 experts, which it runs, and
-    that of the others, which it refuses.
+    """Put "jitmoe" into both registries of transformers: that of FP8 experts, and that of the
+    others, of which it runs those in bf16.
 
     backend  as in `jitmoe.integrations.torch.mega_moe`
 
@@ -43,7 +43,7 @@ def register(backend: str = "cuda") -> None:
     if backend not in ("cuda", "emulated"):
         raise ValueError(f'backend must be "cuda" or "emulated", got {backend!r}')
     finegrained_fp8.FP8ExpertsInterface.register(NAME, partial(fp8_experts, backend=backend))
-    moe.ExpertsInterface.register(NAME, refuse_experts)
+    moe.ExpertsInterface.register(NAME, partial(bf16_experts, backend=backend))
 
 
 def fp8_experts(
@@ -66,43 +66,60 @@ def fp8_experts(
     for, and what `jitmoe.integrations.torch.mega_moe` raises.
     """
     _check(module, hidden_states)
+    if tuple(module.block_size or ()) != (128, 128):
+        _refuse(module, "block_size (128, 128)", module.block_size, 'choose "grouped_mm"')
+    if module.gate_up_proj.dtype != torch.float8_e4m3fn:
+        got = _dtype(module.gate_up_proj)
+        _refuse(module, "weights in float8_e4m3fn", got, 'choose "deepgemm" for FP4, else "eager"')
+    scales = module.gate_up_proj_scale_inv, module.down_proj_scale_inv
+    return _run(module, hidden_states, top_k_index, top_k_weights, scales, backend)
+
+
+def bf16_experts(
+    module: torch.nn.Module,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    *,
+    backend: str = "cuda",
+) -> torch.Tensor:
+    """The forward of an experts module whose weights are bf16, as `fp8_experts`."""
+    _check(module, hidden_states)
+    if module.gate_up_proj.dtype != torch.bfloat16:
+        got = _dtype(module.gate_up_proj)
+        remedy = "load the model with dtype=torch.bfloat16, or an FP8 checkpoint"
+        _refuse(module, "weights in bfloat16 or block FP8", got, remedy)
+    return _run(module, hidden_states, top_k_index, top_k_weights, (), backend)
+
+
+def _run(module, hidden_states, top_k_index, top_k_weights, scales, backend) -> torch.Tensor:
     return mega_moe(
         hidden_states.contiguous(),
         top_k_index.contiguous(),
         top_k_weights.contiguous(),
         module.gate_up_proj,
         module.down_proj,
-        module.gate_up_proj_scale_inv,
-        module.down_proj_scale_inv,
+        *scales,
         backend=backend,
-    )
-
-
-def refuse_experts(module, hidden_states, top_k_index, top_k_weights) -> torch.Tensor:
-    """The forward of experts that are not block FP8. Raises NotImplementedError."""
-    raise NotImplementedError(
-        f'{_named(module)}: experts_implementation="{NAME}" needs block-FP8 weights, got '
-        f'{_dtype(next(module.parameters()))}; load an FP8 checkpoint, or choose "grouped_mm"'
+        activation=_activation(module),
     )
 
 
 def _check(module, hidden_states) -> None:
-    """Raise NotImplementedError unless the kernel computes what `module` does."""
+    """Raise NotImplementedError unless the kernel computes what `module` does, whatever its
+    weights' format.
+    """
     for name, allowed, instead in _NEEDS:
         got = getattr(module, name, allowed)
         if got != allowed:
             _refuse(module, f"{name} {allowed}", got, f'choose "{instead}"')
-    if tuple(module.block_size or ()) != (128, 128):
-        _refuse(module, "block_size (128, 128)", module.block_size, 'choose "grouped_mm"')
-    if not isinstance(module.act_fn, _SILU):
-        _refuse(module, "activation silu", type(module.act_fn).__name__, 'choose "grouped_mm"')
+    if _activation(module) is None:
+        got = type(module.act_fn).__name__
+        _refuse(module, "activation silu, gelu or gelu_pytorch_tanh", got, 'choose "grouped_mm"')
     gate = module.__dict__.get("_apply_gate", type(module)._apply_gate)
     if not any(gate is plain for plain in _PLAIN_GATES):
         got = getattr(gate, "__qualname__", gate)
-        _refuse(module, "_apply_gate silu(gate) * up", got, 'choose "grouped_mm"')
-    if module.gate_up_proj.dtype != torch.float8_e4m3fn:
-        got = _dtype(module.gate_up_proj)
-        _refuse(module, "weights in float8_e4m3fn", got, 'choose "deepgemm" for FP4, else "eager"')
+        _refuse(module, "_apply_gate act_fn(gate) * up", got, 'choose "grouped_mm"')
     if hidden_states.dtype != torch.bfloat16:
         got = _dtype(hidden_states)
         _refuse(module, "activations in bfloat16", got, "load the model with dtype=torch.bfloat16")
@@ -123,12 +140,25 @@ def _dtype(tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-_SILU = (torch.nn.SiLU, type(ACT2FN["silu"]))
+# Classes of transformers' activations, and kinds of ours.
+_ACTIVATIONS = {
+    torch.nn.SiLU: "swiglu",
+    type(ACT2FN["silu"]): "swiglu",
+    type(ACT2FN["gelu"]): "geglu_erf",
+    type(ACT2FN["gelu_pytorch_tanh"]): "geglu_tanh",
+}
+
+
+def _activation(module) -> str | None:
+    """The kind of what is between the GEMMs, if there is one."""
+    if type(module.act_fn) is torch.nn.GELU:
+        return {"none": "geglu_erf", "tanh": "geglu_tanh"}[module.act_fn.approximate]
+    return _ACTIVATIONS.get(type(module.act_fn))
 
 
 def _is_plain(gate) -> bool:
-    """Whether an `_apply_gate` is silu(gate) * up where none of _GATE_FIELDS is set; no if it reads
-    another attribute, which a later transformers may have added.
+    """Whether an `_apply_gate` is act_fn(gate) * up where none of _GATE_FIELDS is set; no if it
+    reads another attribute, which a later transformers may have added.
     """
     values = torch.tensor([-1e3, -20.0, -3.0, -0.5, 0.0, 0.5, 3.0, 20.0, 1e3], device="cpu")
     gates, ups = values.repeat_interleave(len(values)), values.repeat(len(values))

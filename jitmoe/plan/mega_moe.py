@@ -151,8 +151,7 @@ class MegaMoePlan(Plan):
             f"schedule -> load, {feeder}, deliver, math",
             f"load, {feeder}, deliver, math -> schedule",
         )
-        sizes = self.derived_constants
-        weight_tile, token_tile = sizes["weight_tile_bytes"], sizes["token_tile_bytes"]
+        weight_tile, token_tile = (n * self.block_k_bytes for n in (self.block_rows, tokens))
         transpose = 2048 if self.split_tokens else 1024  # 16 rows of 128 bytes; 32 of 2 x 16
         regions = [
             Region("weight_tiles", "u8", (stages, weight_tile), 1024, "load -> math"),
