@@ -18,7 +18,9 @@ DEVICE void multiply_step(float (&sums)[kShareBlocks<false>][N], u32 weights, u3
 
 // Pairs with role_load and with role_gather or role_feed.
 DEVICE void free_stage(Smem& smem, u32 stage) {
-    if (lane_idx() == 0) arrive(&smem.empty[stage]);
+    u32 lane = lane_idx();
+    if constexpr (kTrace) forget_value(lane);  // else a traced decode kernel spills 4 bytes
+    if (lane == 0) arrive(&smem.empty[stage]);
 }
 
 // `num` k-blocks. `weights` and `tokens` are operands in stage 0. One k-block's multiplies are in flight while the next

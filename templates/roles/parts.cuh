@@ -51,6 +51,8 @@ DEVICE bool join_parts(const Params& p, Smem& smem, const Head& head, const Task
                 sums[m][4 * i + 1] += four.y;
                 sums[m][4 * i + 2] += four.z;
                 sums[m][4 * i + 3] += four.w;
+                // One load in flight, else a traced kernel spills.
+                if constexpr (kTrace && !kQuantizes) hold_accumulators(sums[m]);
             }
         }
     }

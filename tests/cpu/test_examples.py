@@ -181,7 +181,7 @@ def make_tables():
 def record(num_tokens=8, us=300.0, date="2026-11-29", **changes):
     row = {
         "bench": "mega_moe",
-        "format": "fp8",
+        "format": "fp8_block",
         "shape": "S1",
         "hidden": 7168,
         "intermediate": 2048,
