@@ -139,7 +139,7 @@ def plan(
     top_k: TopK = None,
     ep: Ep = 1,
     format: Format = "fp8_block",
-    activation: Activation = "swiglu",
+    activation: Activation = None,
     gate_up: GateUp = "gate_first",
     weight_on_input: WeightOnInput = False,
     tokens: TokenCount = 32,
@@ -150,7 +150,7 @@ def plan(
     from jitmoe.report import plan_report, print_plan
 
     shape = layer_shape(model, config, hidden, intermediate, experts, top_k)
-    fields = layer_variant(activation, gate_up, weight_on_input).plan_fields
+    fields = layer_variant(shape, activation, gate_up, weight_on_input).plan_fields
     report = plan_report(shape.problem(tokens, ep, format), _spec(gpu), **fields)
     if as_json:
         typer.echo(json.dumps({"layer": title(shape, ep), **report}, indent=2))
@@ -168,7 +168,7 @@ def show(
     top_k: TopK = None,
     ep: Ep = 1,
     format: Format = "fp8_block",
-    activation: Activation = "swiglu",
+    activation: Activation = None,
     gate_up: GateUp = "gate_first",
     weight_on_input: WeightOnInput = False,
     tokens: TokenCount = 32,
@@ -180,7 +180,7 @@ def show(
     from jitmoe.plan.heuristics import choose
 
     shape = layer_shape(model, config, hidden, intermediate, experts, top_k)
-    fields = layer_variant(activation, gate_up, weight_on_input).plan_fields
+    fields = layer_variant(shape, activation, gate_up, weight_on_input).plan_fields
     text = render(choose(shape.problem(tokens, ep, format), _spec(gpu), **fields))
     if plain or not sys.stdout.isatty():
         typer.echo(text, nl=False)
@@ -200,7 +200,7 @@ def warmup(
     top_k: TopK = None,
     ep: Ep = 1,
     format: Format = "fp8_block",
-    activation: Activation = "swiglu",
+    activation: Activation = None,
     gate_up: GateUp = "gate_first",
     weight_on_input: WeightOnInput = False,
     arch: Annotated[str, typer.Option(help="Architecture to build for.")] = "sm_90a",
@@ -210,7 +210,7 @@ def warmup(
     from jitmoe.prebuild import model_plans, prebuild
 
     shape = layer_shape(model, config, hidden, intermediate, experts, top_k)
-    fields = layer_variant(activation, gate_up, weight_on_input).plan_fields
+    fields = layer_variant(shape, activation, gate_up, weight_on_input).plan_fields
     plans = model_plans(shape, ep, arch, format, **fields)
     if not prebuild(plans, jobs, _console()):
         raise typer.Exit(1)

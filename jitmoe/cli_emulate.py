@@ -41,7 +41,7 @@ def emulate(
     top_k: TopK = None,
     ep: Ep = 1,
     format: Format = "fp8_block",
-    activation: Activation = "swiglu",
+    activation: Activation = None,
     gate_up: GateUp = "gate_first",
     weight_on_input: WeightOnInput = False,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of the call.")] = 40,
@@ -82,7 +82,8 @@ def emulate(
     named = any(value is not None for value in layer.values())
     shape = layer_shape(**layer) if named else layer_shape(None, None, **SMALL_LAYER)
     problem = shape.problem(tokens, ep, format)
-    variant = layer_variant(activation, gate_up, weight_on_input)
+    variant = layer_variant(shape, activation, gate_up, weight_on_input)
+    kind = variant.activation.kind
     plan = choose(problem, gpu_spec("h200"), **variant.plan_fields)
     _warn_if_slow(*emulation.expected_seconds(problem, checked))
     session = emulation.open_session(plan, tokens, routing, blocks, checked, variant)
@@ -90,7 +91,7 @@ def emulate(
         typer.echo(
             f"{title(shape, ep)}: {tokens:,} tokens, hidden {shape.hidden:,}, intermediate "
             f"{shape.intermediate:,}, {problem.num_experts} experts, top_k {shape.top_k}; "
-            f"{format}, {activation}{', up first' * plan.up_first}"
+            f"{format}, {kind}{', up first' * plan.up_first}"
             f"{', router weights on tokens' * weight_on_input}, "
             f"{plan.bucket} kernel, {blocks} block{'s' * (blocks > 1)}, "
             f"{routing} routing{', checked' * checked}"
@@ -105,7 +106,7 @@ def emulate(
 
     last = outcomes[-1]
     call = {"ep": ep, "tokens": tokens, "routing": routing, "blocks": blocks, "seed": last.seed}
-    call["activation"] = None if activation == "swiglu" else activation
+    call["activation"] = activation
     call["format"] = None if format == "fp8_block" else format
     call["gate_up"] = None if gate_up == "gate_first" else gate_up
     flags = ["--checked"] * checked + ["--weight-on-input"] * weight_on_input
@@ -114,7 +115,7 @@ def emulate(
         report = {
             "layer": title(shape, ep),
             "problem": asdict(problem),
-            "activation": activation,
+            "activation": kind,
             "gate_up": gate_up,
             "weight_on_input": weight_on_input,
             "bucket": plan.bucket,

@@ -19,6 +19,7 @@ from jitmoe.plan import heuristics
 from jitmoe.plan.gpu import gpu_spec
 from jitmoe.plan.models import ModelShape
 from jitmoe.plan.problem import QUANT_GROUP, MoeProblem
+from jitmoe.plan.variant import Variant
 from jitmoe.run.driver import device_spec, num_devices
 
 ARCH = "sm_90a"
@@ -64,7 +65,9 @@ def demo_without_gpu(
         f"No Hopper GPU here. Building the {ARCH} kernels of {shape.name} (one rank of {ep}):",
         markup=False,
     )
-    is_built = prebuild.prebuild(prebuild.model_plans(shape, ep, ARCH, format), jobs, console)
+    variant = Variant(shape.activation)
+    plans = prebuild.model_plans(shape, ep, ARCH, format, **variant.plan_fields)
+    is_built = prebuild.prebuild(plans, jobs, console)
     start = time.perf_counter()
     error = oracle_error()
     is_right = error < 1e-12
@@ -72,10 +75,10 @@ def demo_without_gpu(
         f"NumPy oracle against a loop over tokens, slots and channels: relative error {error:.1e} "
         f"in {time.perf_counter() - start:.1f} s: {verdict(is_right)}"
     )
-    return is_built and is_right and demo_emulated(console, format)
+    return is_built and is_right and demo_emulated(console, variant, format)
 
 
-def demo_emulated(console: Console, format: str = "fp8_block") -> bool:
+def demo_emulated(console: Console, variant: Variant, format: str = "fp8_block") -> bool:
     """Both kernels of a small layer, run thread by thread on the CPU, against the oracle.
 
     True if they are right, or if there is no C++ compiler to run them with.
@@ -84,7 +87,7 @@ def demo_emulated(console: Console, format: str = "fp8_block") -> bool:
     for bucket, num_tokens in EMULATED_TOKENS.items():
         start = time.perf_counter()
         try:
-            error = emulated_error(bucket, num_tokens, format)
+            error = emulated_error(bucket, num_tokens, variant, format)
         except NoHostCompiler as missing:
             console.print(f"No kernel was executed: {missing}", markup=False)
             return True
@@ -97,17 +100,21 @@ def demo_emulated(console: Console, format: str = "fp8_block") -> bool:
     return all(passes)
 
 
-def emulated_error(bucket: str, num_tokens: int, format: str = "fp8_block") -> float:
+def emulated_error(
+    bucket: str, num_tokens: int, variant: Variant, format: str = "fp8_block"
+) -> float:
     """Relative error of an emulated launch against the oracle that rounds where the kernel does."""
     layer = reference.random_layer(4, hidden=256, intermediate=208, seed=1, format=format)
-    problem = MoeProblem(1, 256, 208, 4, 2, format)
-    plan = heuristics.plans_of_model(problem, gpu_spec("h200"))[bucket]
+    small = MoeProblem(1, 256, 208, 4, 2, format)
+    plan = heuristics.plans_of_model(small, gpu_spec("h200"), **variant.plan_fields)[bucket]
     emulated = EmulatedLayer(plan, layer, max_tokens=num_tokens, num_blocks=3)
     tokens = reference.random_tokens(num_tokens, 256, 4, 2, seed=2, routing="unused")
     x, x_scale = (encode_bf16(tokens.x), None) if format == "bf16" else quantize_tokens(tokens.x)
-    y = emulated(x if x_scale is None else (x, x_scale), tokens.topk_ids, tokens.topk_weights)
+    given = x if x_scale is None else (x, x_scale)
+    y = emulated(given, tokens.topk_ids, tokens.topk_weights, variant)
     inputs = (x, x_scale, tokens.topk_ids, tokens.topk_weights, *layer)
-    return reference.relative_error(y, reference.mega_moe(*inputs, requantize=True))
+    ref = reference.mega_moe(*inputs, requantize=True, **vars(variant))
+    return reference.relative_error(y, ref)
 
 
 def verdict(is_right: bool) -> str:

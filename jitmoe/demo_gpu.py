@@ -34,7 +34,7 @@ def demo_on_gpu(
     console.print(
         f"{shape.name}, one rank of {ep}, on {gpu.name}: {layer.num_experts} experts, "
         f"hidden {layer.hidden}, intermediate {layer.intermediate}, top_k {layer.top_k}, "
-        f"in {format}"
+        f"{shape.activation.kind}, in {format}"
     )
     weights, first = measure.weight_sets(layer, outliers=4)
     console.print(
@@ -48,7 +48,7 @@ def demo_on_gpu(
     for num_tokens in counts:
         sized = replace(layer, num_tokens=num_tokens)
         for kind in ("fp8", "bf16") if format == "fp8_block" else ("bf16",):
-            passes.append(_measure(console, sized, gpu, kind, weights, first))
+            passes.append(_measure(console, sized, shape.activation, gpu, kind, weights, first))
     from jitmoe.demo import verdict
 
     console.print(verdict(all(passes)))
@@ -65,10 +65,10 @@ def fit_experts(layer: MoeProblem, free_bytes: int) -> MoeProblem:
     return layer
 
 
-def _measure(console: Console, layer: MoeProblem, gpu, kind, weights, first) -> bool:
+def _measure(console, layer: MoeProblem, activation, gpu, kind, weights, first) -> bool:
     """Check one call, time several, print the line."""
     calls = [
-        measure.random_call(layer, seed, bf16=kind == "bf16", outliers=4)
+        measure.random_call(layer, seed, bf16=kind == "bf16", outliers=4, activation=activation)
         for seed in range(calls_per_graph(layer.num_tokens))
     ]
     method = methods.of_jitmoe(layer, calls, weights)

@@ -109,12 +109,15 @@ def _weight_maps(weights: ExpertWeights, plan: MegaMoePlan) -> tuple[bytes, byte
 
 
 def _token_maps(weights, plan: MegaMoePlan, memory: dict, row_capacity: int) -> tuple[bytes, ...]:
-    """Prefill: maps of the pool and of mid, a box being half the token side of a tile."""
+    """Prefill: maps of the pool and of mid, a box being half the token side of a tile, and the same
+    with boxes of its extra tokens.
+    """
     if not plan.split_tokens:
         return ()
-    box, size = [plan.block_k_bytes, plan.token_box], format_of(plan.format).element_bytes
+    size = format_of(plan.format).element_bytes
     channels = {"pool": weights.hidden, "mid": plan.derived_constants["mid_stride"]}
     return tuple(
-        encode_u8_map(memory[name], [size * width, row_capacity], [size * width], box)
-        for name, width in channels.items()
+        encode_u8_map(memory[name], [size * n, row_capacity], [size * n], [plan.block_k_bytes, box])
+        for box in plan.token_boxes.values()
+        for name, n in channels.items()
     )

@@ -182,8 +182,9 @@ class EmulatedLayer:
             rows = plan.row_capacity(self.max_tokens)
             channels = {"pool": hidden, "mid": plan.derived_constants["mid_stride"]}
             for name, width in ((name, size * n) for name, n in channels.items()):
-                box = (plan.block_k_bytes, plan.token_box)
-                maps[f"{name}_map"] = TensorMap(name, (width, rows), (width,), box)
+                for end, rows_of_box in plan.token_boxes.items():
+                    box = (plan.block_k_bytes, rows_of_box)
+                    maps[f"{name}_{end}"] = TensorMap(name, (width, rows), (width,), box)
         return maps
 
 

@@ -10,8 +10,9 @@ from functools import lru_cache
 import ml_dtypes
 import torch
 
-from jitmoe import ExpertWeights
+from jitmoe import Activation, ExpertWeights
 from jitmoe import mega_moe as launch
+from jitmoe.integrations.torch_memory import Memory
 
 MAX_LAYERS = 1024  # remembered; then the one not called for longest is read again
 
@@ -19,8 +20,13 @@ _INPUTS = ("x", "topk_ids", "topk_weights", "w13", "w2", "w13_scale", "w2_scale"
 _SCHEMA = (
     "Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w13, Tensor w2, "
     "Tensor? w13_scale=None, Tensor? w2_scale=None, Tensor? x_scale=None, "
-    'str backend="cuda", str activation="swiglu"'
+    'str backend="cuda", str activation="swiglu", '
+    "float? alpha=None, float? limit=None, float? up_offset=None, "
+    "float routed_scaling_factor=1.0, bool apply_router_weight_on_input=False, "
+    'int first_expert=0, str gate_up="gate_first"'
 )
+# From `activation` on: what the operators' defaults stand for.
+_PLAIN = ("swiglu", None, None, None, 1.0, False, 0, "gate_first")
 
 
 def mega_moe(
@@ -33,22 +39,27 @@ def mega_moe(
     w2_scale: torch.Tensor | None = None,
     *,
     x_scale: torch.Tensor | None = None,
+    activation: Activation | str = "swiglu",
+    routed_scaling_factor: float = 1.0,
+    apply_router_weight_on_input: bool = False,
+    first_expert: int = 0,
+    gate_up: str = "gate_first",
     out: torch.Tensor | None = None,
     backend: str = "cuda",
-    activation: str = "swiglu",
 ) -> torch.Tensor:
     """`jitmoe.mega_moe` as a PyTorch operator, on the current stream of the tensors' GPU.
 
     x             [num_tokens, hidden] bf16, or, for FP8 weights, e4m3 with x_scale f32
                   [num_tokens, hidden / 128]
-    topk_ids      [num_tokens, top_k] int32 or int64; an id outside [0, num_experts) is an unused
-                  slot
+    topk_ids      [num_tokens, top_k] int32 or int64; an id outside [first_expert, first_expert +
+                  num_experts) is an unused slot
     topk_weights  [num_tokens, top_k] f32 or bf16
     w13 to w2_scale  the tensors of `jitmoe.ExpertWeights`, used in place; scales may be e8m0 as
                   well, of which a copy in f32 is kept with the tensor; bf16 weights have none
+    activation to first_expert  as in `jitmoe.mega_moe`
+    gate_up       as in `jitmoe.ExpertWeights`
     out           [num_tokens, hidden] bf16, written in place (default: a new tensor)
     backend       "cuda", or "emulated": tensors on the CPU, and the kernel thread by thread on it
-    activation    the name of a kind of `jitmoe.Activation`, with its usual numbers
 
     Returns `out`. Works in torch.compile(fullgraph=True) and, after one call on the stream of the
     capture, in a CUDA graph.
@@ -57,14 +68,30 @@ def mega_moe(
     is on: there is no backward.
     """
     inputs = (x, topk_ids, topk_weights, w13, w2, w13_scale, w2_scale, x_scale)
+    layer = (
+        *_fields(activation),
+        routed_scaling_factor,
+        apply_router_weight_on_input,
+        first_expert,
+        gate_up,
+    )
+    options = (backend,) if layer == _PLAIN else (backend, *layer)  # a shorter call is a faster one
     if out is None and torch.compiler.is_compiling():
-        return _new(*inputs, backend, activation)
+        return _new(*inputs, *options)
     if torch.is_grad_enabled():
         _refuse_grad(inputs)
     if out is None:  # this way in less than half the time, for it has no autograd formula
         out = x.new_empty(x.shape, dtype=torch.bfloat16)
-    _into(out, *inputs, backend, activation)
+    _into(out, *inputs, *options)
     return out
+
+
+def _fields(activation) -> tuple:
+    """kind, alpha, limit and up_offset, as an operator takes them."""
+    if isinstance(activation, str):
+        return activation, None, None, None
+    activation = Activation.of(activation)  # refuses what is none
+    return activation.kind, activation.alpha, activation.limit, activation.up_offset
 
 
 # Not torch.library.custom_op, which takes 0.1 ms a call (PyTorch 2.11 and 2.13) unless in inference
@@ -77,16 +104,16 @@ _library.define(f"mega_moe_out(Tensor(a!) out, {_SCHEMA}) -> ()", tags=_TAGS)
 
 @torch.library.impl(_library, "mega_moe", "CompositeExplicitAutograd")
 @torch.compiler.disable
-def _mega_moe(x, *rest, **options):
+def _mega_moe(x, *inputs):
     out = x.new_empty(x.shape, dtype=torch.bfloat16)
-    _run(out, x, *rest, **options)
+    _run(out, x, *inputs)
     return out
 
 
 @torch.library.impl(_library, "mega_moe_out", "CompositeExplicitAutograd")
 @torch.compiler.disable
-def _mega_moe_out(out, *inputs, **options):
-    _run(out, *inputs, **options)
+def _mega_moe_out(out, *inputs):
+    _run(out, *inputs)
     if not out.is_inference():  # those have no version
         torch.autograd.graph.increment_version(out)
 
@@ -141,21 +168,44 @@ def _run(
     x_scale=None,
     backend="cuda",
     activation="swiglu",
+    alpha=None,
+    limit=None,
+    up_offset=None,
+    routed_scaling_factor=1.0,
+    apply_router_weight_on_input=False,
+    first_expert=0,
+    gate_up="gate_first",
 ) -> None:
     weights = w13, w2, _f32(w13_scale), _f32(w2_scale)
     if backend == "emulated":
-        read, weights = _host, ExpertWeights(*map(_host, weights, _INPUTS[3:7]))
+        read, host = _host, map(_host, weights, _INPUTS[3:7])
+        weights = ExpertWeights(*host, gate_up=gate_up)
     elif backend == "cuda":
-        read, weights = _as_is, _known_weights(*map(_place, weights))
+        read, weights = _as_is, _known_weights(gate_up, *map(_place, weights))
     else:
         raise ValueError(f'backend must be "cuda" or "emulated", got {backend!r}')
     x = read(x, "x")
     rows = x if x_scale is None else (x, read(x_scale, "x_scale"))
     ids, router = read(topk_ids, "topk_ids"), read(topk_weights, "topk_weights")
     # A model may lie on several GPUs, of which one is current.
-    options = {"activation": activation, "backend": backend}
     with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
-        launch(rows, ids, router, weights, out=read(out, "out"), **options)
+        launch(
+            rows,
+            ids,
+            router,
+            weights,
+            activation=_activation(activation, alpha, limit, up_offset),
+            routed_scaling_factor=routed_scaling_factor,
+            apply_router_weight_on_input=apply_router_weight_on_input,
+            first_expert=first_expert,
+            out=read(out, "out"),
+            backend=backend,
+        )
+
+
+@lru_cache
+def _activation(kind: str, *numbers: float | None) -> Activation | str:
+    return kind if numbers == (None, None, None) else Activation(kind, *numbers)
 
 
 _E8M0 = getattr(torch, "float8_e8m0fnu", None)  # PyTorch 2.7 and later
@@ -216,7 +266,7 @@ def _place(tensor: torch.Tensor | None) -> tuple | None:
 
 
 @lru_cache(MAX_LAYERS)
-def _known_weights(*places: tuple | None) -> ExpertWeights:
+def _known_weights(gate_up: str, *places: tuple | None) -> ExpertWeights:
     """ExpertWeights of four places, made once for each.
 
     Made of the key alone, so it is right for whatever tensors lie there: checked layouts, plans,
@@ -224,41 +274,6 @@ def _known_weights(*places: tuple | None) -> ExpertWeights:
     be written; memory that was freed and given to another layer of the same layout serves that one.
     No tensor is held, so a model's memory is free as soon as its owner lets go of it.
     """
-    return ExpertWeights(
-        *(place and _Memory(place, name) for place, name in zip(places, _INPUTS[3:7], strict=True))
-    )
-
-
-_TYPES = {
-    torch.float8_e4m3fn: ("|u1", 1),
-    torch.uint8: ("|u1", 1),
-    torch.bfloat16: ("<u2", 2),
-    torch.uint16: ("<u2", 2),
-}
-_SCALE_TYPES = {torch.float32: ("<f4", 4)}
-
-
-class _Memory:
-    """A tensor's place for `ExpertWeights`, without a hold on the tensor."""
-
-    def __init__(self, place: tuple, name: str):
-        address, shape, strides, dtype, device = place
-        if device.type != "cuda":
-            raise TypeError(
-                f'{name} must be on a GPU for backend="cuda", got a tensor on {device}; move it '
-                'with .cuda(), or run the kernel on this CPU with backend="emulated"'
-            )
-        types = _SCALE_TYPES if "scale" in name else _TYPES
-        if dtype not in types:
-            raise ValueError(
-                f"{name} must have dtype {'f32' if 'scale' in name else 'e4m3, u8, bf16 or u16'}, "
-                f"got {str(dtype).removeprefix('torch.')}; convert or view it"
-            )
-        typestr, itemsize = types[dtype]
-        self.__cuda_array_interface__ = {
-            "version": 3,
-            "data": (address, False),
-            "shape": tuple(shape),
-            "strides": tuple(stride * itemsize for stride in strides),
-            "typestr": typestr,
-        }
+    named = zip(places, _INPUTS[3:7], strict=True)
+    memory = (place and Memory(place, name) for place, name in named)
+    return ExpertWeights(*memory, gate_up=gate_up)

@@ -30,7 +30,16 @@ def scratch(plan, num_tokens: int) -> MemoryMap:
             Region("mid", "u8", (rows, width * c["mid_stride"]), 256),
             Region("mid_scale", "f32", (plan.num_k_blocks_2, scale_rows), 256),
             Region("slices", "u16", (pairs, plan.hidden), 256),
-            Region("parts", "f32", plan.parts_shape, 256),
+            Region("parts", "f32", parts_shape(plan), 256),
             *([plan.trace_rings(plan.max_blocks)] if plan.trace else []),
         )
     )
+
+
+def parts_shape(plan) -> tuple[int, ...]:
+    """Decode: sums of tiles in parts, by GEMM, part, and as math's threads hold them.
+
+    At most half as many tiles as blocks are in parts, and then no more parts than blocks.
+    """
+    blocks = 0 if plan.split_tokens else plan.max_blocks
+    return 2, blocks, plan.block_rows * plan.block_tokens

@@ -20,9 +20,13 @@ DEVICE void role_feed(const Params& p, Smem& smem, const Head& head) {
             fence_async_global();
         }
         const TensorMap* map = task.phase == kGemm1 ? &p.pool_map : &p.mid_map;
+        const TensorMap* extra_map = task.phase == kGemm1 ? &p.pool_extra_map : &p.mid_extra_map;
         const float* scales = nullptr;
         if constexpr (kQuantizes) scales = (task.phase == kGemm1 ? p.pool_scale : p.mid_scale) + task.row_start;
-        const u32 num_tokens = has_token_rows(task) ? kBlockTokens : kWarpgroupTokens;  // one copy or two
+        // In one copy, two or three.
+        const u32 num_tokens = has_extra_tokens(task) ? kTileTokens
+                               : has_token_rows(task) ? kBlockTokens
+                                                      : kWarpgroupTokens;
         const float* weight_scales[3] = {};
         if constexpr (kQuantizes) {
 #pragma unroll
@@ -38,6 +42,10 @@ DEVICE void role_feed(const Params& p, Smem& smem, const Head& head) {
             if (num_tokens > kWarpgroupTokens) {
                 load_tile_2d(tile + kWarpgroupTokens * kBlockKBytes, map, full, k * kBlockKBytes,
                              task.row_start + kWarpgroupTokens);
+            }
+            if (num_tokens > kBlockTokens) {
+                load_tile_2d(tile + kBlockTokens * kBlockKBytes, extra_map, full, k * kBlockKBytes,
+                             task.row_start + kBlockTokens);
             }
             if constexpr (!kQuantizes) continue;
             load_bulk(smem.token_scales[ring.stage], scales + u64(k) * p.row_capacity, num_tokens * sizeof(float),

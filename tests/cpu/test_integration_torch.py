@@ -1,6 +1,8 @@
 """jitmoe.integrations.torch on a CPU: the operators, emulated, and what they refuse."""
 
+import math
 import warnings
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,6 +23,7 @@ from torch_layer import (  # noqa: E402
     tokens,
 )
 
+from jitmoe import Activation  # noqa: E402
 from jitmoe.integrations import torch as integration  # noqa: E402
 from jitmoe.integrations.torch import mega_moe  # noqa: E402
 
@@ -110,6 +113,51 @@ def test_e8m0_scales_are_converted_once():
     with torch.inference_mode():
         fresh = scales[0].clone()
         assert torch.equal(integration._f32(fresh), first)
+
+
+# Other layers
+
+VARIANTS = [
+    {"activation": "geglu_erf"},
+    {"activation": "swiglu_oai", "apply_router_weight_on_input": True},
+    {"activation": Activation("swiglu_clamped", 1.5, 0.5, 0.25), "first_expert": 3},
+    {"activation": Activation("swiglu_clamped", limit=math.inf), "gate_up": "up_first"},
+    {"routed_scaling_factor": 2.5, "first_expert": 1},
+]
+
+
+@pytest.mark.parametrize("has_out", [False, True], ids=["new", "out"])
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_variants(variant, has_out):
+    x, ids, router = tokens(9)
+    given = x, ids + variant.get("first_expert", 0), router
+    kwargs = {"out": torch.empty_like(x)} if has_out else {}
+    y = emulate(*given, *WEIGHTS, **variant, **kwargs)
+    assert error(y, given, **variant) < 4e-3
+    assert not torch.equal(y, emulate(*given, *WEIGHTS))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_compiled_variants(variant, backend):
+    def layer(x, ids, router):
+        return emulate(x, ids, router, *WEIGHTS, **variant) + 1
+
+    given = tokens(5)
+    compiled = torch.compile(layer, fullgraph=True, backend=backend)
+    assert torch.equal(compiled(*given), layer(*given))
+
+
+def test_misfit_variants():
+    given = (*tokens(3), *WEIGHTS)
+    for variant, message in [
+        ({"activation": "silu"}, "activation must be one of swiglu, .*, got 'silu'"),
+        ({"activation": 3}, "activation must be one of swiglu, .*, got 3"),
+        ({"gate_up": "up"}, "gate_up must be one of gate_first, up_first, got 'up'"),
+        ({"first_expert": -1}, "first_expert must be an integer from 0 to "),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            emulate(*given, **variant)
 
 
 # What PyTorch asks of operators
@@ -285,7 +333,7 @@ def test_memory_describes_the_tensor(name, dtype, typestr):
     """NumPy reads the same dictionary for memory of the host."""
     tensor = torch.arange(2 * 6 * 8).to(getattr(torch, dtype)).reshape(2, 6, 8)[:, ::2, :5]
     place = (*integration._place(tensor)[:4], torch.device("cuda:0"))
-    interface = integration._Memory(place, name).__cuda_array_interface__
+    interface = integration.Memory(place, name).__cuda_array_interface__
     assert interface["typestr"] == typestr
     array = np.asarray(SimpleNamespace(__array_interface__=interface))
     wanted = (tensor.view(torch.uint16) if dtype == "bfloat16" else tensor).numpy()
@@ -294,7 +342,7 @@ def test_memory_describes_the_tensor(name, dtype, typestr):
 
 def test_scales_that_are_none_have_no_place(monkeypatch):
     monkeypatch.setattr(integration, "ExpertWeights", lambda *memory: memory)
-    monkeypatch.setattr(integration, "_Memory", lambda place, name: name)
+    monkeypatch.setattr(integration, "Memory", lambda place, name: name)
     integration._known_weights.cache_clear()
     try:
         places = [integration._place(part) for part in (*BF16_WEIGHTS, None, None)]
@@ -305,26 +353,28 @@ def test_scales_that_are_none_have_no_place(monkeypatch):
 
 def test_memory_of_a_wrong_type_is_refused():
     wrong = 0, (4, 256, 256), (65536, 256, 1), torch.float16, torch.device("cuda:0")
-    message = refusal(ValueError, lambda: integration._Memory(wrong, "w13"))
+    message = refusal(ValueError, lambda: integration.Memory(wrong, "w13"))
     assert message.startswith("w13 must have dtype e4m3, u8, bf16 or u16, got float16")
-    message = refusal(ValueError, lambda: integration._Memory(wrong, "w2_scale"))
+    message = refusal(ValueError, lambda: integration.Memory(wrong, "w2_scale"))
     assert message.startswith("w2_scale must have dtype f32, got float16")
 
 
 def test_weights_are_known_by_their_places(monkeypatch):
     """Made once for a place, held by no tensor, and at most so many."""
     made = []
-    monkeypatch.setattr(integration, "ExpertWeights", lambda *memory: made.append(memory) or memory)
+    monkeypatch.setattr(integration, "ExpertWeights", lambda *m, gate_up: made.append(m) or m)
     integration._known_weights.cache_clear()
+    known = partial(integration._known_weights, "gate_first")
     try:
         tensors = [w.clone() for w in WEIGHTS]
         monkeypatch.setattr(torch.Tensor, "device", torch.device("cuda:0"))
         places = [integration._place(tensor) for tensor in tensors]
-        first = integration._known_weights(*places)
+        first = known(*places)
         again = [w.view(torch.uint8).view(w.dtype) for w in tensors]  # other tensors, there
-        assert integration._known_weights(*map(integration._place, again)) is first
-        other = integration._known_weights(*places[:3], integration._place(tensors[3].clone()))
+        assert known(*map(integration._place, again)) is first
+        other = known(*places[:3], integration._place(tensors[3].clone()))
         assert other is not first and len(made) == 2
+        assert integration._known_weights("up_first", *places) is not first and len(made) == 3
         assert not any(isinstance(part, torch.Tensor) for part in first)
         assert integration._known_weights.cache_info().maxsize == integration.MAX_LAYERS
     finally:
