@@ -20,9 +20,9 @@ DEVICE void role_feed(const Params& p, Smem& smem, const Head& head) {
             fence_async_global();
         }
         const TensorMap* map = task.phase == kGemm1 ? &p.pool_map : &p.mid_map;
-        const TensorMap* extra_map = task.phase == kGemm1 ? &p.pool_extra_map : &p.mid_extra_map;
         const float* scales = nullptr;
         if constexpr (kQuantizes) scales = (task.phase == kGemm1 ? p.pool_scale : p.mid_scale) + task.row_start;
+        const TensorMap* extra_map = task.phase == kGemm1 ? &p.pool_extra_map : &p.mid_extra_map;
         // In one copy, two or three.
         const u32 num_tokens = has_extra_tokens(task) ? kTileTokens
                                : has_token_rows(task) ? kBlockTokens
