@@ -24,6 +24,7 @@ from jitmoe.cli_layer import (
     Config,
     Ep,
     Experts,
+    Format,
     GateUp,
     Hidden,
     Intermediate,
@@ -137,6 +138,7 @@ def plan(
     experts: Experts = None,
     top_k: TopK = None,
     ep: Ep = 1,
+    format: Format = "fp8_block",
     activation: Activation = None,
     gate_up: GateUp = "gate_first",
     weight_on_input: WeightOnInput = False,
@@ -149,7 +151,7 @@ def plan(
 
     shape = layer_shape(model, config, hidden, intermediate, experts, top_k)
     fields = layer_variant(shape, activation, gate_up, weight_on_input).plan_fields
-    report = plan_report(shape.problem(tokens, ep), _spec(gpu), **fields)
+    report = plan_report(shape.problem(tokens, ep, format), _spec(gpu), **fields)
     if as_json:
         typer.echo(json.dumps({"layer": title(shape, ep), **report}, indent=2))
     else:
@@ -165,6 +167,7 @@ def show(
     experts: Experts = None,
     top_k: TopK = None,
     ep: Ep = 1,
+    format: Format = "fp8_block",
     activation: Activation = None,
     gate_up: GateUp = "gate_first",
     weight_on_input: WeightOnInput = False,
@@ -178,7 +181,7 @@ def show(
 
     shape = layer_shape(model, config, hidden, intermediate, experts, top_k)
     fields = layer_variant(shape, activation, gate_up, weight_on_input).plan_fields
-    text = render(choose(shape.problem(tokens, ep), _spec(gpu), **fields))
+    text = render(choose(shape.problem(tokens, ep, format), _spec(gpu), **fields))
     if plain or not sys.stdout.isatty():
         typer.echo(text, nl=False)
         return
@@ -196,6 +199,7 @@ def warmup(
     experts: Experts = None,
     top_k: TopK = None,
     ep: Ep = 1,
+    format: Format = "fp8_block",
     activation: Activation = None,
     gate_up: GateUp = "gate_first",
     weight_on_input: WeightOnInput = False,
@@ -207,7 +211,8 @@ def warmup(
 
     shape = layer_shape(model, config, hidden, intermediate, experts, top_k)
     fields = layer_variant(shape, activation, gate_up, weight_on_input).plan_fields
-    if not prebuild(model_plans(shape, ep, arch, **fields), jobs, _console()):
+    plans = model_plans(shape, ep, arch, format, **fields)
+    if not prebuild(plans, jobs, _console()):
         raise typer.Exit(1)
 
 
@@ -226,6 +231,7 @@ def doctor() -> None:
 def demo(
     model: Model = None,
     ep: Annotated[int | None, typer.Option(help="Ranks that share the experts.")] = None,
+    format: Format = "fp8_block",
     tokens: Annotated[
         list[int] | None, typer.Option(min=1, help="Tokens of a call; may be given several times.")
     ] = None,
@@ -237,7 +243,7 @@ def demo(
 
     shape = model_shape(model or "deepseek-v3")
     default_ep = 8 if model is None else 1
-    if not run_demo(_console(), shape, ep or default_ep, tokens or None, jobs):
+    if not run_demo(_console(), shape, ep or default_ep, tokens or None, jobs, format):
         raise typer.Exit(1)
 
 

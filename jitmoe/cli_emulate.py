@@ -15,6 +15,7 @@ from jitmoe.cli_layer import (
     Config,
     Ep,
     Experts,
+    Format,
     GateUp,
     Hidden,
     Intermediate,
@@ -39,6 +40,7 @@ def emulate(
     experts: Experts = None,
     top_k: TopK = None,
     ep: Ep = 1,
+    format: Format = "fp8_block",
     activation: Activation = None,
     gate_up: GateUp = "gate_first",
     weight_on_input: WeightOnInput = False,
@@ -79,7 +81,7 @@ def emulate(
     }
     named = any(value is not None for value in layer.values())
     shape = layer_shape(**layer) if named else layer_shape(None, None, **SMALL_LAYER)
-    problem = shape.problem(tokens, ep)
+    problem = shape.problem(tokens, ep, format)
     variant = layer_variant(shape, activation, gate_up, weight_on_input)
     kind = variant.activation.kind
     plan = choose(problem, gpu_spec("h200"), **variant.plan_fields)
@@ -89,7 +91,7 @@ def emulate(
         typer.echo(
             f"{title(shape, ep)}: {tokens:,} tokens, hidden {shape.hidden:,}, intermediate "
             f"{shape.intermediate:,}, {problem.num_experts} experts, top_k {shape.top_k}; "
-            f"{kind}{', up first' * plan.up_first}"
+            f"{format}, {kind}{', up first' * plan.up_first}"
             f"{', router weights on tokens' * weight_on_input}, "
             f"{plan.bucket} kernel, {blocks} block{'s' * (blocks > 1)}, "
             f"{routing} routing{', checked' * checked}"
@@ -105,6 +107,7 @@ def emulate(
     last = outcomes[-1]
     call = {"ep": ep, "tokens": tokens, "routing": routing, "blocks": blocks, "seed": last.seed}
     call["activation"] = activation
+    call["format"] = None if format == "fp8_block" else format
     call["gate_up"] = None if gate_up == "gate_first" else gate_up
     flags = ["--checked"] * checked + ["--weight-on-input"] * weight_on_input
     replay = None if last.is_right else _command(layer | call, flags)

@@ -53,7 +53,7 @@ def launch(
 ) -> EmulatedLayer:
     """One launch into `out`; returns what it ran on, which keeps the stamps of a traced plan."""
     w13, w2, w13_scale, w2_scale = weights.tensors
-    layer = Layer(w13, w13_scale, w2, w2_scale)
+    layer = Layer(_unsigned(w13), w13_scale, _unsigned(w2), w2_scale)
     emulated = EmulatedLayer(plan, layer, max_tokens=len(x), num_blocks=NUM_BLOCKS)
     rows = _unsigned(x)
     if x_scale is not None:

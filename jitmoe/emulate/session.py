@@ -91,7 +91,7 @@ def open_session(
         num_tokens, plan.hidden, plan.num_experts, plan.top_k, seed=1, routing=routing
     )
     executable(plan, checked)  # before the weights, which may take long: it may be refused
-    layer = reference.random_layer(*sizes, seed=0)
+    layer = reference.random_layer(*sizes, seed=0, format=plan.format)
     call = tokens.x, None, *tokens[1:], *layer
     ref = reference.mega_moe(*call, requantize=True, **vars(variant))
     x = tokens.x.astype(ml_dtypes.bfloat16).view(np.uint16)

@@ -12,13 +12,15 @@ import torch
 
 from jitmoe import Activation, ExpertWeights
 from jitmoe import mega_moe as launch
+from jitmoe.integrations.torch_memory import Memory
 
 MAX_LAYERS = 1024  # remembered; then the one not called for longest is read again
 
 _INPUTS = ("x", "topk_ids", "topk_weights", "w13", "w2", "w13_scale", "w2_scale", "x_scale")
 _SCHEMA = (
-    "Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w13, Tensor w2, Tensor w13_scale, "
-    'Tensor w2_scale, Tensor? x_scale=None, str backend="cuda", str activation="swiglu", '
+    "Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w13, Tensor w2, "
+    "Tensor? w13_scale=None, Tensor? w2_scale=None, Tensor? x_scale=None, "
+    'str backend="cuda", str activation="swiglu", '
     "float? alpha=None, float? limit=None, float? up_offset=None, "
     "float routed_scaling_factor=1.0, bool apply_router_weight_on_input=False, "
     'int first_expert=0, str gate_up="gate_first"'
@@ -33,8 +35,8 @@ def mega_moe(
     topk_weights: torch.Tensor,
     w13: torch.Tensor,
     w2: torch.Tensor,
-    w13_scale: torch.Tensor,
-    w2_scale: torch.Tensor,
+    w13_scale: torch.Tensor | None = None,
+    w2_scale: torch.Tensor | None = None,
     *,
     x_scale: torch.Tensor | None = None,
     activation: Activation | str = "swiglu",
@@ -47,12 +49,13 @@ def mega_moe(
 ) -> torch.Tensor:
     """`jitmoe.mega_moe` as a PyTorch operator, on the current stream of the tensors' GPU.
 
-    x             [num_tokens, hidden] bf16, or e4m3 with x_scale f32 [num_tokens, hidden / 128]
+    x             [num_tokens, hidden] bf16, or, for FP8 weights, e4m3 with x_scale f32
+                  [num_tokens, hidden / 128]
     topk_ids      [num_tokens, top_k] int32 or int64; an id outside [first_expert, first_expert +
                   num_experts) is an unused slot
     topk_weights  [num_tokens, top_k] f32 or bf16
     w13 to w2_scale  the tensors of `jitmoe.ExpertWeights`, used in place; scales may be e8m0 as
-                  well, of which a copy in f32 is kept with the tensor
+                  well, of which a copy in f32 is kept with the tensor; bf16 weights have none
     activation to first_expert  as in `jitmoe.mega_moe`
     gate_up       as in `jitmoe.ExpertWeights`
     out           [num_tokens, hidden] bf16, written in place (default: a new tensor)
@@ -160,8 +163,8 @@ def _run(
     topk_weights,
     w13,
     w2,
-    w13_scale,
-    w2_scale,
+    w13_scale=None,
+    w2_scale=None,
     x_scale=None,
     backend="cuda",
     activation="swiglu",
@@ -208,13 +211,13 @@ def _activation(kind: str, *numbers: float | None) -> Activation | str:
 _E8M0 = getattr(torch, "float8_e8m0fnu", None)  # PyTorch 2.7 and later
 
 
-def _f32(scale: torch.Tensor) -> torch.Tensor:
+def _f32(scale: torch.Tensor | None) -> torch.Tensor | None:
     """Scales in e8m0 as f32, made once and kept with the tensor; others as they are.
 
     They are made anew where the tensor lies elsewhere or was written since, but a write through
     `.data` leaves no trace.
     """
-    if scale.dtype != _E8M0:
+    if scale is None or scale.dtype != _E8M0:
         return scale
     if scale.is_inference():  # has no version
         return _widened(scale)
@@ -236,10 +239,12 @@ def _as_is(tensor: torch.Tensor, name: str) -> torch.Tensor:
     return tensor
 
 
-def _host(tensor: torch.Tensor, name: str):
+def _host(tensor: torch.Tensor | None, name: str):
     """A tensor on the CPU as a NumPy array of the same memory, by ml_dtypes where NumPy has no such
     type.
     """
+    if tensor is None:
+        return None
     if tensor.device.type != "cpu":
         raise TypeError(
             f'{name} must be on the CPU for backend="emulated", got a tensor on {tensor.device}; '
@@ -253,13 +258,15 @@ def _host(tensor: torch.Tensor, name: str):
     return tensor.view(bits).numpy().view(kind)
 
 
-def _place(tensor: torch.Tensor) -> tuple:
+def _place(tensor: torch.Tensor | None) -> tuple | None:
     """All that a kernel knows of a tensor of weights."""
+    if tensor is None:
+        return None
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 @lru_cache(MAX_LAYERS)
-def _known_weights(gate_up: str, *places: tuple) -> ExpertWeights:
+def _known_weights(gate_up: str, *places: tuple | None) -> ExpertWeights:
     """ExpertWeights of four places, made once for each.
 
     Made of the key alone, so it is right for whatever tensors lie there: checked layouts, plans,
@@ -267,32 +274,6 @@ def _known_weights(gate_up: str, *places: tuple) -> ExpertWeights:
     be written; memory that was freed and given to another layer of the same layout serves that one.
     No tensor is held, so a model's memory is free as soon as its owner lets go of it.
     """
-    return ExpertWeights(*map(_Memory, places, _INPUTS[3:7]), gate_up=gate_up)
-
-
-_TYPES = {torch.float8_e4m3fn: ("|u1", 1), torch.uint8: ("|u1", 1), torch.float32: ("<f4", 4)}
-
-
-class _Memory:
-    """A tensor's place for `ExpertWeights`, without a hold on the tensor."""
-
-    def __init__(self, place: tuple, name: str):
-        address, shape, strides, dtype, device = place
-        if device.type != "cuda":
-            raise TypeError(
-                f'{name} must be on a GPU for backend="cuda", got a tensor on {device}; move it '
-                'with .cuda(), or run the kernel on this CPU with backend="emulated"'
-            )
-        if dtype not in _TYPES:
-            raise ValueError(
-                f"{name} must have dtype {'f32' if 'scale' in name else 'e4m3 or u8'}, "
-                f"got {str(dtype).removeprefix('torch.')}; convert or view it"
-            )
-        typestr, itemsize = _TYPES[dtype]
-        self.__cuda_array_interface__ = {
-            "version": 3,
-            "data": (address, False),
-            "shape": tuple(shape),
-            "strides": tuple(stride * itemsize for stride in strides),
-            "typestr": typestr,
-        }
+    named = zip(places, _INPUTS[3:7], strict=True)
+    memory = (place and Memory(place, name) for place, name in named)
+    return ExpertWeights(*memory, gate_up=gate_up)
