@@ -81,19 +81,20 @@ def prepare(
 def _weight_maps(weights: ExpertWeights, plan: MegaMoePlan) -> tuple[bytes, bytes]:
     """Maps of w13 and w2 whose boxes are one tile of `block_rows` weight rows by 128 of K.
 
-    The map of w13 has dimensions (hidden, 8 rows, gate | up, intermediate / 8, expert), so that one
-    box lands gate and up in alternating groups of 8 rows, straight from [gate; up].
+    The map of w13 has dimensions (hidden, 8 channels, gate | up, intermediate / 8, expert), so that
+    one box lands gate and up in alternating groups of 8 rows, whatever order they lie in.
     """
     key = "weight_maps"
     if key not in weights.memo:
         w13, w2, half = weights.w13, weights.w2, weights.intermediate
         expert_13, row_13 = w13.strides[:2]
+        channel, up = (2, 1) if plan.interleaved else (1, half)  # rows from one to the next
         expert_2, row_2 = w2.strides[:2]
         weights.memo[key] = (
             encode_u8_map(
                 w13.ptr,
                 [weights.hidden, 8, 2, half // 8, weights.num_experts],
-                [row_13, half * row_13, 8 * row_13, expert_13],
+                [channel * row_13, up * row_13, 8 * channel * row_13, expert_13],
                 [plan.block_k, 8, 2, plan.block_rows // 16, 1],
             ),
             encode_u8_map(

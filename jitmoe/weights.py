@@ -28,12 +28,17 @@ class ExpertWeights:
     """Views of the experts' block-quantised FP8 weights, validated once.
 
     w13        [num_experts, 2 * intermediate, hidden] e4m3 (or uint8 of the same bits): gate rows
-               first, then up, or the reverse
+               first, then up, or as gate_up says
     w2         [num_experts, hidden, intermediate] e4m3
     w13_scale  [num_experts, ceil(2 * intermediate / 128), hidden / 128] f32: block scales, value =
                code * scale
     w2_scale   [num_experts, hidden / 128, ceil(intermediate / 128)] f32
-    gate_up    "gate_first" or "up_first": the order of rows in w13 and of blocks in w13_scale
+    w13_bias   [num_experts, 2 * intermediate] bf16 (or uint16 of the same bits) or f32: added to
+               gate and up, in the order of w13's rows
+    w2_bias    [num_experts, hidden] of the same dtype: added to what an expert gives. Both or none:
+               zeros stand for one that is missing
+    gate_up    "gate_first", "up_first" or "interleaved" (gate, up, gate, up, ...): the order of
+               rows in w13 and w13_bias. Blocks of w13_scale are of 128 rows as they lie
 
     CuPy arrays, PyTorch tensors or anything that speaks `__cuda_array_interface__` or DLPack. Rows
     must be dense and start at multiples of 16 bytes; rows and experts may be strided. Four NumPy
@@ -42,7 +47,17 @@ class ExpertWeights:
     strides or devices that do not fit.
     """
 
-    def __init__(self, w13, w2, w13_scale, w2_scale, *, gate_up: str = "gate_first"):
+    def __init__(
+        self,
+        w13,
+        w2,
+        w13_scale,
+        w2_scale,
+        *,
+        w13_bias=None,
+        w2_bias=None,
+        gate_up: str = "gate_first",
+    ):
         check_gate_up(gate_up)
         self.gate_up = gate_up
         read = host_view if isinstance(w13, np.ndarray) else view
@@ -71,6 +86,10 @@ class ExpertWeights:
             remedy = "pass one scale for each block of 128 x 128, counting those cut off at an end"
             check_array(getattr(self, name), name, blocks, ("f32",), self.device, remedy)
             check_dense(getattr(self, name), name)
+        self.bias_tensors = (w13_bias, w2_bias)
+        self.has_bias = w13_bias is not None or w2_bias is not None
+        if self.has_bias:
+            self._read_biases(read)
         # What calls with these weights share (fused.py): plans, kernels and packed parameters; and
         # by their signatures, arguments that were found right.
         self.memo, self.calls = Memo(256), Memo(1024)
@@ -79,9 +98,44 @@ class ExpertWeights:
         """A call's sizes. Raises ValueError for those there is no kernel for."""
         return MoeProblem(num_tokens, self.hidden, self.intermediate, self.num_experts, top_k)
 
+    def _read_biases(self, read) -> None:
+        for name, tensor in zip(("w13_bias", "w2_bias"), self.bias_tensors, strict=True):
+            if tensor is None:
+                raise ValueError(
+                    f"{name} must be given where the other bias is, got None; pass zeros"
+                )
+        self.w13_bias, self.w2_bias = (
+            read(tensor, name)
+            for name, tensor in zip(("w13_bias", "w2_bias"), self.bias_tensors, strict=True)
+        )
+        one = self.w13_bias.dtype
+        remedy = "pass one number for each row of the expert's weights"
+        for bias, name, rows, dtypes in (
+            (self.w13_bias, "w13_bias", 2 * self.intermediate, ("bf16", "u16", "f32")),
+            (self.w2_bias, "w2_bias", self.hidden, ("f32",) if one == "f32" else ("bf16", "u16")),
+        ):
+            check_array(bias, name, (self.num_experts, rows), dtypes, self.device, remedy)
+            check_rows(bias, name, 4 if one == "f32" else 8)
+
+    @property
+    def bias_fields(self) -> tuple[int, ...]:
+        """Parameters of the kernel that tell where biases lie; none where there are none."""
+        if not self.has_bias:
+            return ()
+        biases = self.w13_bias, self.w2_bias
+        num_bytes = 4 if self.w13_bias.dtype == "f32" else 2
+        strides = [num_bytes * bias.strides[0] for bias in biases]
+        return (*[bias.ptr for bias in biases], *strides, num_bytes)
+
+    @property
+    def variant_fields(self) -> dict[str, str | bool]:
+        """What a `Variant` takes from weights."""
+        return {"gate_up": self.gate_up, "has_bias": self.has_bias}
+
     def __repr__(self):
         device = "host" if self.device == HOST else self.device
         order = "" if self.gate_up == "gate_first" else f", gate_up={self.gate_up!r}"
+        order += ", biases" * self.has_bias
         return (
             f"ExpertWeights(num_experts={self.num_experts}, hidden={self.hidden}, "
             f"intermediate={self.intermediate}, device={device}{order})"

@@ -13,7 +13,7 @@ from jitmoe.emulate.run import Array, Rank, TensorMap, launch
 from jitmoe.plan.mega_moe import MegaMoePlan
 from jitmoe.plan.spread import stride
 from jitmoe.plan.variant import DEFAULT, Variant
-from jitmoe.reference import Layer
+from jitmoe.reference import Biases, Layer
 
 _TIMEOUT_US = 30_000_000
 
@@ -44,6 +44,9 @@ class EmulatedLayer:
     max_tokens  room in the workspace
     num_blocks  blocks of the cooperative grid
     checked     whether data races and undefined behaviour are looked for: several times slower
+    biases      of a plan that has them, bf16 bits or f32
+    expert_counts
+                what launches add the routed pairs of each expert to: int32, or None
     """
 
     def __init__(
@@ -53,9 +56,13 @@ class EmulatedLayer:
         max_tokens: int,
         num_blocks: int = 4,
         checked: bool = False,
+        biases: Biases | None = None,
+        expert_counts: np.ndarray | None = None,
     ):
         self.plan, self.max_tokens, self.num_blocks = plan, max_tokens, num_blocks
         self.layer = Layer(*(np.ascontiguousarray(part) for part in layer))
+        self.biases = biases and Biases(*map(np.ascontiguousarray, biases))
+        self.expert_counts = expert_counts
         self.executable = executable(plan, checked)
         self.report = ""
         self.rings: np.ndarray | None = None
@@ -109,6 +116,10 @@ class EmulatedLayer:
     def _shared_arrays(self) -> dict[str, Array]:
         """Weights and workspace: the same in all launches of a stream."""
         arrays = {name: Array(part) for name, part in self.layer._asdict().items()}
+        for name, bias in self._named_biases():
+            arrays[name] = Array(bias)
+        if self.expert_counts is not None:
+            arrays["expert_counts"] = Array(self.expert_counts, writable=True)
         arrays["status"] = Array(self.status, writable=True)
         for region in self.plan.scratch(self.max_tokens).regions:
             if region.name != "trace":
@@ -117,6 +128,11 @@ class EmulatedLayer:
         for name, data in self._control.items():
             arrays[name] = Array(data, writable=True)
         return arrays
+
+    def _named_biases(self) -> list[tuple[str, np.ndarray]]:
+        if not self.plan.has_bias:
+            return []
+        return [("w13_bias", self.biases.w13), ("w2_bias", self.biases.w2)]
 
     def _rank(self, call: Call, shared: dict[str, Array]) -> tuple[Rank, np.ndarray]:
         """A launch, and the y that it fills."""
@@ -144,6 +160,8 @@ class EmulatedLayer:
             "w2_scale_expert_stride": layer.w2_scale[0].size,
             "w13_scale_row_stride": layer.w13_scale.shape[2],
             "w2_scale_row_stride": layer.w2_scale.shape[2],
+            **{f"{name}_stride": bias[0].nbytes for name, bias in self._named_biases()},
+            **{"bias_bytes": bias.itemsize for _, bias in self._named_biases()},
             "y_stride": plan.hidden,
             "num_tokens": num_tokens,
             "bank_words": plan.bank_words(self.max_tokens),
@@ -161,11 +179,12 @@ class EmulatedLayer:
     def _maps(self) -> dict[str, TensorMap]:
         plan = self.plan
         half, hidden, experts = plan.intermediate, plan.hidden, plan.num_experts
+        channel, up = (2, 1) if plan.interleaved else (1, half)  # rows from one to the next
         maps = {
             "w13_map": TensorMap(
                 "w13",
                 (hidden, 8, 2, half // 8, experts),
-                (hidden, half * hidden, 8 * hidden, 2 * half * hidden),
+                (channel * hidden, up * hidden, 8 * channel * hidden, 2 * half * hidden),
                 (plan.block_k, 8, 2, plan.block_rows // 16, 1),
             ),
             "w2_map": TensorMap(

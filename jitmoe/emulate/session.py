@@ -43,6 +43,7 @@ class Session:
     num_blocks: int
     checked: bool
     variant: Variant
+    biases: reference.Biases | None = None
 
 
 @dataclass(frozen=True)
@@ -93,16 +94,26 @@ def open_session(
     executable(plan, checked)  # before the weights, which may take long: it may be refused
     layer = reference.random_layer(*sizes, seed=0)
     call = tokens.x, None, *tokens[1:], *layer
-    ref = reference.mega_moe(*call, requantize=True, **vars(variant))
+    options = vars(variant).copy()
+    biases = None
+    if options.pop("has_bias"):
+        biases = reference.random_biases(*sizes, seed=2)
+        options |= {"w13_bias": biases.w13, "w2_bias": biases.w2}
+    ref = reference.mega_moe(*call, requantize=True, **options)
     x = tokens.x.astype(ml_dtypes.bfloat16).view(np.uint16)
-    return Session(plan, layer, x, *tokens[1:], ref, num_blocks, checked, variant)
+    return Session(plan, layer, x, *tokens[1:], ref, num_blocks, checked, variant, biases)
 
 
 def run_seed(session: Session, seed: int) -> Outcome:
     """One launch on a machine of its own, so that a seed means the same alone and among others."""
     start = time.perf_counter()
     emulated = EmulatedLayer(
-        session.plan, session.layer, len(session.x), session.num_blocks, session.checked
+        session.plan,
+        session.layer,
+        len(session.x),
+        session.num_blocks,
+        session.checked,
+        session.biases,
     )
     inputs = session.x, session.topk_ids, session.topk_weights
     try:

@@ -41,6 +41,8 @@ class MegaMoePlan(Plan):
     activation: str = "swiglu"
     up_first: bool = False
     weight_on_input: bool = False
+    interleaved: bool = False
+    has_bias: bool = False
 
     name = "mega_moe"
     block_rows = 256
@@ -123,9 +125,10 @@ class MegaMoePlan(Plan):
             "x_quant_scale_stride": align(self.num_k_blocks_1, 8),
             "weight_tile_bytes": self.block_rows * self.block_k,
             "token_tile_bytes": self.block_tokens * self.block_k,
-            # One block of w13_scale can hold the end of gate and the start of up.
+            # One block of w13_scale can hold the end of gate and the start of up, unless rows of
+            # the two alternate.
             "up_block_offset": self.intermediate // QUANT_GROUP,
-            "up_block_rest": self.intermediate % QUANT_GROUP,
+            "up_block_rest": 0 if self.interleaved else self.intermediate % QUANT_GROUP,
             **variant.function_constants(self.activation),
         } | ({"trace_capacity": self.trace_capacity} if self.trace else {})
 
@@ -179,6 +182,9 @@ class MegaMoePlan(Plan):
                 ),
                 Region("local_rows", "u16", (self.num_local_pairs,), 4, "head -> schedule"),
             ]
+        if self.has_bias:
+            bias = (slots, self.block_rows * 4)
+            regions.append(Region("bias", "u8", bias, 128, "load -> math"))
         if self.trace:
             warps = self.num_threads // WARP_THREADS
             regions.append(Region("trace_next", "u32", (warps,), 4, "a warp's own"))
@@ -263,7 +269,7 @@ class MegaMoePlan(Plan):
 
     @property
     def params(self) -> tuple[Param, ...]:
-        return mega_moe_params.params(self.trace)
+        return mega_moe_params.params(self.trace, self.has_bias)
 
     def check(self, gpu: GpuSpec) -> None:
         if self.arch not in KERNEL_ARCHS:

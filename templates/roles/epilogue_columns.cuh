@@ -31,12 +31,6 @@ DEVICE void reduce_amax(Smem& smem, const Share& share, float (&amax)[N / 4]) {
     sync_math();  // before the next tile's are written
 }
 
-// The router weight of the lane's token j * 8 + lane % 4 * 2 + i.
-template <u32 N>
-DEVICE float token_weight(const RouterWeights<N, false>& weights, u32 j, u32 i) {
-    return __shfl_sync(kFullMask, weights.of[j / 4], (j * 8 + lane_idx() % 4 * 2 + i) % kWarpThreads);
-}
-
 template <u32 N>
 DEVICE void store_mid_scales(const Params& p, const Task& task, const Share& share,
                              const RouterWeights<N, false>& weights, const float (&amax)[N / 4]) {

@@ -6,7 +6,7 @@ struct Operands {
     u32 weights, tokens;  // low descriptor words in stage 0
     u32 first_token;      // of this lane, among the tile's
     u32 first_row;        // of the warpgroup, among the tile's
-    bool gemm_2;
+    bool gemm_2;          // or rows 0..127 and 128..255 have a scale each all the same
 };
 
 template <bool kTokenRows>
@@ -15,11 +15,12 @@ DEVICE Operands find_operands(const Smem& smem, const Task& task, const Share& s
     return {descriptor_low(smem.weight_tiles[0] + share.first_row * kBlockK),
             descriptor_low(smem.token_tiles[0] + share.first_token * kBlockK),
             kTokenRows ? share.first_token + share.warp * 16 + lane / 4 : lane % 4 * 2, share.first_row,
-            task.phase == kGemm2};
+            task.phase == kGemm2 || kInterleaved};
 }
 
-// A tile's weight rows have up to three scales in a k-block (gather: weight_scale_row). GEMM 1: gate, and up before and
-// from where its rows enter the next block of w13_scale. GEMM 2: rows 0..127 and 128..255.
+// A tile's weight rows have up to three scales in a k-block (schedule: weight_scale). GEMM 1: gate, and up before and
+// from where its rows enter the next block of w13_scale. GEMM 2, and GEMM 1 where gate and up are interleaved: rows
+// 0..127 and 128..255.
 DEVICE bool takes_second_scale(bool gemm_2, u32 weight_row) {
     return gemm_2 ? weight_row >= 128 : kUpBlockRest != 0 && weight_row / 2 >= 128 - kUpBlockRest;
 }
@@ -170,14 +171,18 @@ DEVICE void run_tile(const Params& p, Smem& smem, const Head& head, Ring<kNumSta
     }
     if constexpr (kTokenRows) {
         if (same.phase == kGemm1) {
+            add_bias<kGemm1>(p, smem, same, same_share, slot, weights, sums);
             store_mid_rows<N>(p, smem, same, same_share, weights, sums);
         } else {
+            add_bias<kGemm2>(p, smem, same, same_share, slot, weights, sums);
             store_slices_rows<N>(p, smem, same, same_share, pairs, sums);
         }
     } else {
         if (same.phase == kGemm1) {
+            add_bias<kGemm1>(p, smem, same, same_share, slot, weights, sums);
             store_mid_columns<N>(p, smem, same, same_share, weights, sums);
         } else {
+            add_bias<kGemm2>(p, smem, same, same_share, slot, weights, sums);
             store_slices_columns<N>(p, smem, same, same_share, pairs, sums);
         }
     }

@@ -33,15 +33,17 @@ DEVICE Share find_share(const Task& task) {
     return {group, warp % 4, group * (kBlockRows / 2), 0, task.num_rows};
 }
 
-// Router weights that this lane keeps over the main loop of GEMM 1, for the epilogue: beside the stream of weights a
-// load takes microseconds. Of tokens lane and lane + 32 as columns, of rows lane / 4 and + 8 of the warp's as rows.
+// Router weights that this lane keeps over the main loop, for the epilogue of GEMM 1 and biases of GEMM 2: beside the
+// stream of weights a load takes microseconds. Of tokens lane and lane + 32 as columns, of rows lane / 4 and + 8 of the
+// warp's as rows.
 template <u32 N, bool kTokenRows>
 struct RouterWeights {
     static constexpr u32 kNum = kTokenRows ? 2 : ceil_div(N, kWarpThreads);
     float of[kNum] = {};
 
     DEVICE void load(const Params& p, const Task& task, const Share& share, const u32* pairs) {
-        if (task.phase != kGemm1) return;
+        constexpr bool kWeighsBias = kHasBias && !kWeightOnInput;
+        if (task.phase != kGemm1 && !kWeighsBias) return;
         const u32 first = kTokenRows ? share.warp * 16 + lane_idx() / 4 : lane_idx();
 #pragma unroll
         for (u32 i = 0; i < kNum; ++i) {
@@ -50,6 +52,12 @@ struct RouterWeights {
         }
     }
 };
+
+// Tokens as columns: the router weight of the lane's token j * 8 + lane % 4 * 2 + i.
+template <u32 N>
+DEVICE float token_weight(const RouterWeights<N, false>& weights, u32 j, u32 i) {
+    return __shfl_sync(kFullMask, weights.of[j / 4], (j * 8 + lane_idx() % 4 * 2 + i) % kWarpThreads);
+}
 
 constexpr u32 kFirstMathThread = kMathWarpBegin * kWarpThreads;
 
