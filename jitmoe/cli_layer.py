@@ -20,10 +20,13 @@ Activation = Annotated[
     str,
     typer.Option(help="swiglu, swiglu_clamped, swiglu_oai, geglu_tanh or geglu_erf."),
 ]
-GateUp = Annotated[str, typer.Option(help="Order of rows in w13: gate_first or up_first.")]
+GateUp = Annotated[
+    str, typer.Option(help="Order of rows in w13: gate_first, up_first or interleaved.")
+]
 WeightOnInput = Annotated[
     bool, typer.Option("--weight-on-input", help="Router weights multiply tokens, not sums.")
 ]
+Bias = Annotated[bool, typer.Option("--bias", help="Experts have biases.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -52,12 +55,15 @@ def layer_shape(model, config, hidden, intermediate, experts, top_k):
     return models.ModelShape("layer", hidden, intermediate, experts, top_k, "command line")
 
 
-def layer_variant(activation: str, gate_up: str, weight_on_input: bool):
+def layer_variant(activation: str, gate_up: str, weight_on_input: bool, bias: bool):
     """The Variant that the options name."""
     from jitmoe.plan import variant
 
     return variant.Variant(
-        activation, apply_router_weight_on_input=weight_on_input, gate_up=gate_up
+        activation,
+        apply_router_weight_on_input=weight_on_input,
+        gate_up=gate_up,
+        has_bias=bias,
     )
 
 

@@ -29,7 +29,8 @@ def run(
     """One launch of arguments that were found right; returns `out`, by default a new array of
     uint16 where x is unsigned, else of bfloat16. No tokens need no plan.
 
-    Raises ValueError if an array to be written is read-only, NoHostCompiler, HostCompileError, EmulationError.
+    Raises ValueError if an array to be written is read-only, NoHostCompiler, HostCompileError,
+    EmulationError.
     """
     num_tokens = len(x)
     if out is None:

@@ -99,23 +99,20 @@ class ExpertWeights:
         return MoeProblem(num_tokens, self.hidden, self.intermediate, self.num_experts, top_k)
 
     def _read_biases(self, read) -> None:
-        for name, tensor in zip(("w13_bias", "w2_bias"), self.bias_tensors, strict=True):
+        dtypes, biases = ("bf16", "u16", "f32"), []
+        rows = {"w13_bias": 2 * self.intermediate, "w2_bias": self.hidden}
+        for (name, num_rows), tensor in zip(rows.items(), self.bias_tensors, strict=True):
             if tensor is None:
                 raise ValueError(
                     f"{name} must be given where the other bias is, got None; pass zeros"
                 )
-        self.w13_bias, self.w2_bias = (
-            read(tensor, name)
-            for name, tensor in zip(("w13_bias", "w2_bias"), self.bias_tensors, strict=True)
-        )
-        one = self.w13_bias.dtype
-        remedy = "pass one number for each row of the expert's weights"
-        for bias, name, rows, dtypes in (
-            (self.w13_bias, "w13_bias", 2 * self.intermediate, ("bf16", "u16", "f32")),
-            (self.w2_bias, "w2_bias", self.hidden, ("f32",) if one == "f32" else ("bf16", "u16")),
-        ):
-            check_array(bias, name, (self.num_experts, rows), dtypes, self.device, remedy)
-            check_rows(bias, name, 4 if one == "f32" else 8)
+            bias = read(tensor, name)
+            remedy = "pass one number for each row of the expert's weights"
+            check_array(bias, name, (self.num_experts, num_rows), dtypes, self.device, remedy)
+            check_rows(bias, name, 4 if bias.dtype == "f32" else 8)
+            biases.append(bias)
+            dtypes = ("f32",) if bias.dtype == "f32" else ("bf16", "u16")  # of the other too
+        self.w13_bias, self.w2_bias = biases
 
     @property
     def bias_fields(self) -> tuple[int, ...]:

@@ -116,8 +116,8 @@ class EmulatedLayer:
     def _shared_arrays(self) -> dict[str, Array]:
         """Weights and workspace: the same in all launches of a stream."""
         arrays = {name: Array(part) for name, part in self.layer._asdict().items()}
-        for name, bias in self._named_biases():
-            arrays[name] = Array(bias)
+        if self.biases is not None:
+            arrays |= {f"{name}_bias": Array(bias) for name, bias in self.biases._asdict().items()}
         if self.expert_counts is not None:
             arrays["expert_counts"] = Array(self.expert_counts, writable=True)
         arrays["status"] = Array(self.status, writable=True)
@@ -129,10 +129,12 @@ class EmulatedLayer:
             arrays[name] = Array(data, writable=True)
         return arrays
 
-    def _named_biases(self) -> list[tuple[str, np.ndarray]]:
-        if not self.plan.has_bias:
-            return []
-        return [("w13_bias", self.biases.w13), ("w2_bias", self.biases.w2)]
+    def _bias_scalars(self) -> dict[str, int]:
+        if self.biases is None:
+            return {}
+        w13, w2 = self.biases
+        strides = {"w13_bias_stride": w13[0].nbytes, "w2_bias_stride": w2[0].nbytes}
+        return strides | {"bias_bytes": w13.itemsize}
 
     def _rank(self, call: Call, shared: dict[str, Array]) -> tuple[Rank, np.ndarray]:
         """A launch, and the y that it fills."""
@@ -160,8 +162,7 @@ class EmulatedLayer:
             "w2_scale_expert_stride": layer.w2_scale[0].size,
             "w13_scale_row_stride": layer.w13_scale.shape[2],
             "w2_scale_row_stride": layer.w2_scale.shape[2],
-            **{f"{name}_stride": bias[0].nbytes for name, bias in self._named_biases()},
-            **{"bias_bytes": bias.itemsize for _, bias in self._named_biases()},
+            **self._bias_scalars(),
             "y_stride": plan.hidden,
             "num_tokens": num_tokens,
             "bank_words": plan.bank_words(self.max_tokens),

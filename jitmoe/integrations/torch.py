@@ -16,9 +16,11 @@ from jitmoe import mega_moe as launch
 MAX_LAYERS = 1024  # remembered; then the one not called for longest is read again
 
 _INPUTS = ("x", "topk_ids", "topk_weights", "w13", "w2", "w13_scale", "w2_scale", "x_scale")
+_INPUTS += ("w13_bias", "w2_bias")
 _SCHEMA = (
     "Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w13, Tensor w2, Tensor w13_scale, "
-    'Tensor w2_scale, Tensor? x_scale=None, str backend="cuda"'
+    "Tensor w2_scale, Tensor? x_scale=None, Tensor? w13_bias=None, Tensor? w2_bias=None, "
+    'str backend="cuda", str gate_up="gate_first"'
 )
 
 
@@ -32,6 +34,10 @@ def mega_moe(
     w2_scale: torch.Tensor,
     *,
     x_scale: torch.Tensor | None = None,
+    w13_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
+    gate_up: str = "gate_first",
+    expert_counts: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     backend: str = "cuda",
 ) -> torch.Tensor:
@@ -43,6 +49,8 @@ def mega_moe(
     topk_weights  [num_tokens, top_k] f32 or bf16
     w13 to w2_scale  the tensors of `jitmoe.ExpertWeights`, used in place; scales may be e8m0 as
                   well, of which a copy in f32 is kept with the tensor
+    w13_bias, w2_bias, gate_up  as in `jitmoe.ExpertWeights`
+    expert_counts [num_experts] int32, to which the routed pairs of each expert are added
     out           [num_tokens, hidden] bf16, written in place (default: a new tensor)
     backend       "cuda", or "emulated": tensors on the CPU, and the kernel thread by thread on it
 
@@ -53,13 +61,15 @@ def mega_moe(
     is on: there is no backward.
     """
     inputs = (x, topk_ids, topk_weights, w13, w2, w13_scale, w2_scale, x_scale)
-    if out is None and torch.compiler.is_compiling():
-        return _new(*inputs, backend)
+    inputs += (w13_bias, w2_bias)
+    # An operator that returns something new writes nothing else: those can have autograd formulas.
+    if out is None and expert_counts is None and torch.compiler.is_compiling():
+        return _new(*inputs, backend, gate_up)
     if torch.is_grad_enabled():
         _refuse_grad(inputs)
     if out is None:  # this way in less than half the time, for it has no autograd formula
         out = x.new_empty(x.shape, dtype=torch.bfloat16)
-    _into(out, *inputs, backend)
+    _into(out, *inputs, backend, gate_up, expert_counts)
     return out
 
 
@@ -68,27 +78,25 @@ def mega_moe(
 _library = torch.library.Library("jitmoe", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 _library.define(f"mega_moe({_SCHEMA}) -> Tensor", tags=_TAGS)
-_library.define(f"mega_moe_out(Tensor(a!) out, {_SCHEMA}) -> ()", tags=_TAGS)
+_library.define(
+    f"mega_moe_out(Tensor(a!) out, {_SCHEMA}, Tensor(b!)? expert_counts=None) -> ()", tags=_TAGS
+)
 
 
 @torch.library.impl(_library, "mega_moe", "CompositeExplicitAutograd")
 @torch.compiler.disable
-def _mega_moe(
-    x, topk_ids, topk_weights, w13, w2, w13_scale, w2_scale, x_scale=None, backend="cuda"
-):
+def _mega_moe(x, *inputs, **options):
     out = x.new_empty(x.shape, dtype=torch.bfloat16)
-    _run(out, x, topk_ids, topk_weights, (w13, w2, w13_scale, w2_scale), x_scale, backend)
+    _run(out, x, *inputs, **options)
     return out
 
 
 @torch.library.impl(_library, "mega_moe_out", "CompositeExplicitAutograd")
 @torch.compiler.disable
-def _mega_moe_out(
-    out, x, topk_ids, topk_weights, w13, w2, w13_scale, w2_scale, x_scale=None, backend="cuda"
-):
-    _run(out, x, topk_ids, topk_weights, (w13, w2, w13_scale, w2_scale), x_scale, backend)
-    if not out.is_inference():  # those have no version
-        torch.autograd.graph.increment_version(out)
+def _mega_moe_out(out, *inputs, **options):
+    for written in _run(out, *inputs, **options):
+        if not written.is_inference():  # those have no version
+            torch.autograd.graph.increment_version(written)
 
 
 @torch.library.register_fake("jitmoe::mega_moe", lib=_library)
@@ -129,12 +137,30 @@ def _refuse_grad(inputs) -> None:
         )
 
 
-def _run(out, x, topk_ids, topk_weights, weights, x_scale, backend) -> None:
-    weights = *weights[:2], *map(_f32, weights[2:])
+def _run(
+    out,
+    x,
+    topk_ids,
+    topk_weights,
+    w13,
+    w2,
+    w13_scale,
+    w2_scale,
+    x_scale=None,
+    w13_bias=None,
+    w2_bias=None,
+    backend="cuda",
+    gate_up="gate_first",
+    expert_counts=None,
+) -> list[torch.Tensor]:
+    """Launch; returns what was written."""
+    weights = w13, w2, _f32(w13_scale), _f32(w2_scale)
+    if w13_bias is not None or w2_bias is not None:
+        weights += (w13_bias, w2_bias)
     if backend == "emulated":
-        read, weights = _host, ExpertWeights(*map(_host, weights, _INPUTS[3:7]))
+        read, weights = _host, _wrap(_host, weights, gate_up)
     elif backend == "cuda":
-        read, weights = _as_is, _known_weights(*map(_place, weights))
+        read, weights = _as_is, _known_weights(gate_up, *map(_place, weights))
     else:
         raise ValueError(f'backend must be "cuda" or "emulated", got {backend!r}')
     x = read(x, "x")
@@ -142,7 +168,11 @@ def _run(out, x, topk_ids, topk_weights, weights, x_scale, backend) -> None:
     ids, router = read(topk_ids, "topk_ids"), read(topk_weights, "topk_weights")
     # A model may lie on several GPUs, of which one is current.
     with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
-        launch(rows, ids, router, weights, out=read(out, "out"), backend=backend)
+        options = {"out": read(out, "out"), "backend": backend}
+        if expert_counts is not None:
+            options["expert_counts"] = read(expert_counts, "expert_counts")
+        launch(rows, ids, router, weights, **options)
+    return [out] if expert_counts is None else [out, expert_counts]
 
 
 _E8M0 = getattr(torch, "float8_e8m0fnu", None)  # PyTorch 2.7 and later
@@ -193,24 +223,34 @@ def _host(tensor: torch.Tensor, name: str):
     return tensor.view(bits).numpy().view(kind)
 
 
-def _place(tensor: torch.Tensor) -> tuple:
+def _place(tensor: torch.Tensor | None) -> tuple | None:
     """All that a kernel knows of a tensor of weights."""
+    if tensor is None:
+        return None
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 @lru_cache(MAX_LAYERS)
-def _known_weights(*places: tuple) -> ExpertWeights:
-    """ExpertWeights of four places, made once for each.
+def _known_weights(gate_up: str, *places: tuple | None) -> ExpertWeights:
+    """ExpertWeights of four places, or six with biases, made once for each.
 
     Made of the key alone, so it is right for whatever tensors lie there: checked layouts, plans,
     and tensor maps, which hold addresses and strides. Values are read by the kernel, so weights may
     be written; memory that was freed and given to another layer of the same layout serves that one.
     No tensor is held, so a model's memory is free as soon as its owner lets go of it.
     """
-    return ExpertWeights(*map(_Memory, places, _INPUTS[3:7]))
+    return _wrap(_Memory, places, gate_up)
+
+
+def _wrap(read, weights: tuple, gate_up: str) -> ExpertWeights:
+    """ExpertWeights of what `read` makes of each, biases last."""
+    biases = zip(weights[4:], _INPUTS[8:], strict=False)
+    named = {name: None if bias is None else read(bias, name) for bias, name in biases}
+    return ExpertWeights(*map(read, weights[:4], _INPUTS[3:7]), **named, gate_up=gate_up)
 
 
 _TYPES = {torch.float8_e4m3fn: ("|u1", 1), torch.uint8: ("|u1", 1), torch.float32: ("<f4", 4)}
+_BIAS_TYPES = {torch.bfloat16: ("<u2", 2), torch.float32: ("<f4", 4)}
 
 
 class _Memory:
@@ -223,12 +263,15 @@ class _Memory:
                 f'{name} must be on a GPU for backend="cuda", got a tensor on {device}; move it '
                 'with .cuda(), or run the kernel on this CPU with backend="emulated"'
             )
-        if dtype not in _TYPES:
+        types, allowed = _TYPES, "f32" if "scale" in name else "e4m3 or u8"
+        if "bias" in name:
+            types, allowed = _BIAS_TYPES, "bf16 or f32"
+        if dtype not in types:
             raise ValueError(
-                f"{name} must have dtype {'f32' if 'scale' in name else 'e4m3 or u8'}, "
+                f"{name} must have dtype {allowed}, "
                 f"got {str(dtype).removeprefix('torch.')}; convert or view it"
             )
-        typestr, itemsize = _TYPES[dtype]
+        typestr, itemsize = types[dtype]
         self.__cuda_array_interface__ = {
             "version": 3,
             "data": (address, False),

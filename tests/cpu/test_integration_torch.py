@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch", reason="needs PyTorch: pip install 'jitmoe[
 import torch_layer  # noqa: E402
 from torch_layer import HIDDEN, WEIGHTS, error, quantized, tokens  # noqa: E402
 
+from jitmoe import reference  # noqa: E402
 from jitmoe.integrations import torch as integration  # noqa: E402
 from jitmoe.integrations.torch import mega_moe  # noqa: E402
 
@@ -95,6 +96,33 @@ def test_e8m0_scales_are_converted_once():
         assert torch.equal(integration._f32(fresh), first)
 
 
+def biased(dtype=torch.float32):
+    """Biases as tensors, and for the oracle."""
+    sizes = torch_layer.EXPERTS, HIDDEN, torch_layer.INTERMEDIATE
+    biases = reference.random_biases(*sizes, seed=3)
+    names = "w13_bias", "w2_bias"
+    tensors = [torch.from_numpy(bias).to(dtype) for bias in biases]
+    return dict(zip(names, tensors, strict=True)), dict(zip(names, biases, strict=True))
+
+
+@pytest.mark.parametrize("gate_up", ["gate_first", "interleaved"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_biases_and_orders(gate_up, dtype):
+    given, (tensors, biases) = tokens(7), biased(dtype)
+    y = emulate(*given, *WEIGHTS, **tensors, gate_up=gate_up)
+    assert error(y, given, gate_up=gate_up, **biases) < 4e-3
+    assert error(y, given, gate_up=gate_up) > 0.1
+
+
+def test_expert_counts():
+    given, counts = tokens(7), torch.full((torch_layer.EXPERTS,), 5, dtype=torch.int32)
+    version = counts._version
+    y = emulate(*given, *WEIGHTS, expert_counts=counts)
+    ids = given.topk_ids
+    assert counts.tolist() == [5 + int((ids == e).sum()) for e in range(torch_layer.EXPERTS)]
+    assert counts._version > version and torch.equal(y, emulate(*given, *WEIGHTS))
+
+
 # What PyTorch asks of operators
 
 
@@ -123,9 +151,30 @@ def test_opcheck_quantised_x():
     torch.library.opcheck(NEW_OP, (codes.view(torch.uint8), *rest), kwargs)
 
 
+def test_opcheck_biases_and_counts():
+    tensors, _ = biased()
+    arguments = checked_arguments()
+    kwargs = tensors | {"backend": "emulated", "gate_up": "interleaved"}
+    torch.library.opcheck(NEW_OP, arguments, kwargs)
+    kwargs["expert_counts"] = torch.zeros(torch_layer.EXPERTS, dtype=torch.int32)
+    torch.library.opcheck(OUT_OP, [torch.empty_like(arguments[0]), *arguments], kwargs)
+
+
+def test_compiled_counts():
+    def layer(x, ids, router, counts):
+        return emulate(x, ids, router, *WEIGHTS, expert_counts=counts) + 1
+
+    given = tokens(5)
+    counts = [torch.zeros(torch_layer.EXPERTS, dtype=torch.int32) for _ in range(2)]
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*given, counts[0]), layer(*given, counts[1]))
+    assert counts[0].any() and torch.equal(*counts)
+
+
 def test_schemas():
     assert not NEW_OP._schema.is_mutable and OUT_OP._schema.is_mutable
-    assert [a.name for a in OUT_OP._schema.arguments if a.alias_info] == ["out"]
+    written = [a.name for a in OUT_OP._schema.arguments if a.alias_info]
+    assert written == ["out", "expert_counts"]
 
 
 def test_operators_without_the_function_around_them():
@@ -253,22 +302,34 @@ def test_memory_of_a_wrong_type_is_refused():
     assert message.startswith("w13 must have dtype e4m3 or u8, got bfloat16")
     message = refusal(ValueError, lambda: integration._Memory(wrong, "w2_scale"))
     assert message.startswith("w2_scale must have dtype f32, got bfloat16")
+    assert integration._Memory(wrong, "w2_bias").__cuda_array_interface__["typestr"] == "<u2"
+    wrong = *wrong[:3], torch.float16, wrong[4]
+    message = refusal(ValueError, lambda: integration._Memory(wrong, "w2_bias"))
+    assert message.startswith("w2_bias must have dtype bf16 or f32, got float16")
 
 
 def test_weights_are_known_by_their_places(monkeypatch):
     """Made once for a place, held by no tensor, and at most so many."""
     made = []
-    monkeypatch.setattr(integration, "ExpertWeights", lambda *memory: made.append(memory) or memory)
+
+    def make(*memory, gate_up):
+        made.append(memory)
+        return memory
+
+    monkeypatch.setattr(integration, "ExpertWeights", make)
     integration._known_weights.cache_clear()
     try:
         tensors = [w.clone() for w in WEIGHTS]
         monkeypatch.setattr(torch.Tensor, "device", torch.device("cuda:0"))
         places = [integration._place(tensor) for tensor in tensors]
-        first = integration._known_weights(*places)
+        first = integration._known_weights("gate_first", *places)
         again = [w.view(torch.uint8).view(w.dtype) for w in tensors]  # other tensors, there
-        assert integration._known_weights(*map(integration._place, again)) is first
-        other = integration._known_weights(*places[:3], integration._place(tensors[3].clone()))
-        assert other is not first and len(made) == 2
+        again = map(integration._place, again)
+        assert integration._known_weights("gate_first", *again) is first
+        assert integration._known_weights("up_first", *places) is not first
+        last = integration._place(tensors[3].clone())
+        other = integration._known_weights("gate_first", *places[:3], last)
+        assert other is not first and len(made) == 3
         assert not any(isinstance(part, torch.Tensor) for part in first)
         assert integration._known_weights.cache_info().maxsize == integration.MAX_LAYERS
     finally:
