@@ -76,7 +76,7 @@ def choose(problem: MoeProblem, gpu: GpuSpec, **variant) -> MegaMoePlan:
                 num_local_pairs=num_local_pairs,
                 producer_regs=56 if name == "prefill" else 96,
                 math_regs=224 if name == "prefill" else 160,
-                unroll_k=_unroll_k(name, problem),
+                unroll_k=_unroll_k(name, problem, variant.get("has_bias", False)),
                 num_task_slots=num_task_slots,
                 **variant,
             )
@@ -86,16 +86,18 @@ def choose(problem: MoeProblem, gpu: GpuSpec, **variant) -> MegaMoePlan:
     raise PlanError(f"no ring of 3 stages fits {gpu.smem_bytes:,} B of shared memory for {problem}")
 
 
-def _unroll_k(name: str, problem: MoeProblem) -> int:
+def _unroll_k(name: str, problem: MoeProblem, has_bias: bool) -> int:
     """k-blocks of the main loop in one piece: the more, the rarer are the tensor cores drained.
 
     8 is 0.8 % quicker than 4 on S1 at 8192 tokens, 0.3 % at 2048 (H200, 2026-11-29), and spills at
     some sizes; so does 2 beyond 16 slots, where the code around the loop is longest. Tiles of 16
     k-blocks and fewer (S2) are 2 to 3 % quicker with 1; in decode 2 and 4 are no quicker than 1, or
-    3 % slower at 512 tokens of S2 (H200, 2026-11-30).
+    3 % slower at 512 tokens of S2 (H200, 2026-11-30). With biases 4 spills at some sizes.
     """
     is_short = problem.hidden <= 16 * QUANT_GROUP
-    return 1 if name == "decode" or is_short or problem.top_k > 16 else 4
+    if name == "decode" or is_short or problem.top_k > 16:
+        return 1
+    return 2 if has_bias else 4
 
 
 def plans_of_model(problem: MoeProblem, gpu: GpuSpec, **variant) -> dict[str, MegaMoePlan]:

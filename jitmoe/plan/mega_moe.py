@@ -125,8 +125,7 @@ class MegaMoePlan(Plan):
             "x_quant_scale_stride": align(self.num_k_blocks_1, 8),
             "weight_tile_bytes": self.block_rows * self.block_k,
             "token_tile_bytes": self.block_tokens * self.block_k,
-            # One block of w13_scale can hold the end of gate and the start of up, unless rows of
-            # the two alternate.
+            # A block of w13_scale can hold ends of gate and of up, unless their rows alternate.
             "up_block_offset": self.intermediate // QUANT_GROUP,
             "up_block_rest": 0 if self.interleaved else self.intermediate % QUANT_GROUP,
             **variant.function_constants(self.activation),
@@ -183,8 +182,7 @@ class MegaMoePlan(Plan):
                 Region("local_rows", "u16", (self.num_local_pairs,), 4, "head -> schedule"),
             ]
         if self.has_bias:
-            bias = (slots, self.block_rows * 4)
-            regions.append(Region("bias", "u8", bias, 128, "load -> math"))
+            regions.append(Region("bias", "u8", (slots, self.block_rows * 4), 128, "load -> math"))
         if self.trace:
             warps = self.num_threads // WARP_THREADS
             regions.append(Region("trace_next", "u32", (warps,), 4, "a warp's own"))
