@@ -19,6 +19,7 @@ from jitmoe.plan import heuristics
 from jitmoe.plan.gpu import gpu_spec
 from jitmoe.plan.models import ModelShape
 from jitmoe.plan.problem import QUANT_GROUP, MoeProblem
+from jitmoe.plan.variant import Variant
 from jitmoe.run.driver import device_spec, num_devices
 
 ARCH = "sm_90a"
@@ -56,7 +57,9 @@ def demo_without_gpu(console: Console, shape: ModelShape, ep: int, jobs: int) ->
         f"No Hopper GPU here. Building the {ARCH} kernels of {shape.name} (one rank of {ep}):",
         markup=False,
     )
-    is_built = prebuild.prebuild(prebuild.model_plans(shape, ep, ARCH), jobs, console)
+    variant = Variant(shape.activation)
+    plans = prebuild.model_plans(shape, ep, ARCH, **variant.plan_fields)
+    is_built = prebuild.prebuild(plans, jobs, console)
     start = time.perf_counter()
     error = oracle_error()
     is_right = error < 1e-12
@@ -64,10 +67,10 @@ def demo_without_gpu(console: Console, shape: ModelShape, ep: int, jobs: int) ->
         f"NumPy oracle against a loop over tokens, slots and channels: relative error {error:.1e} "
         f"in {time.perf_counter() - start:.1f} s: {verdict(is_right)}"
     )
-    return is_built and is_right and demo_emulated(console)
+    return is_built and is_right and demo_emulated(console, variant)
 
 
-def demo_emulated(console: Console) -> bool:
+def demo_emulated(console: Console, variant: Variant) -> bool:
     """Both kernels of a small layer, run thread by thread on the CPU, against the oracle.
 
     True if they are right, or if there is no C++ compiler to run them with.
@@ -76,7 +79,7 @@ def demo_emulated(console: Console) -> bool:
     for bucket, num_tokens in EMULATED_TOKENS.items():
         start = time.perf_counter()
         try:
-            error = emulated_error(bucket, num_tokens)
+            error = emulated_error(bucket, num_tokens, variant)
         except NoHostCompiler as missing:
             console.print(f"No kernel was executed: {missing}", markup=False)
             return True
@@ -89,16 +92,18 @@ def demo_emulated(console: Console) -> bool:
     return all(passes)
 
 
-def emulated_error(bucket: str, num_tokens: int) -> float:
+def emulated_error(bucket: str, num_tokens: int, variant: Variant) -> float:
     """Relative error of an emulated launch against the oracle that rounds where the kernel does."""
     layer = reference.random_layer(num_experts=4, hidden=256, intermediate=208, seed=1)
-    plan = heuristics.plans_of_model(MoeProblem(1, 256, 208, 4, 2), gpu_spec("h200"))[bucket]
+    small = MoeProblem(1, 256, 208, 4, 2)
+    plan = heuristics.plans_of_model(small, gpu_spec("h200"), **variant.plan_fields)[bucket]
     emulated = EmulatedLayer(plan, layer, max_tokens=num_tokens, num_blocks=3)
     tokens = reference.random_tokens(num_tokens, 256, 4, 2, seed=2, routing="unused")
     x, x_scale = quantize_tokens(tokens.x)
-    y = emulated((x, x_scale), tokens.topk_ids, tokens.topk_weights)
+    y = emulated((x, x_scale), tokens.topk_ids, tokens.topk_weights, variant)
     inputs = (x, x_scale, tokens.topk_ids, tokens.topk_weights, *layer)
-    return reference.relative_error(y, reference.mega_moe(*inputs, requantize=True))
+    ref = reference.mega_moe(*inputs, requantize=True, **vars(variant))
+    return reference.relative_error(y, ref)
 
 
 def verdict(is_right: bool) -> str:

@@ -39,7 +39,9 @@ def quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def error(y: torch.Tensor, given, layer=LAYER, **variant) -> float:
-    """y's relative error to the oracle that rounds where the kernel does."""
+    """y's relative error to the oracle that rounds where the kernel does; `variant` is of
+    `reference.mega_moe`.
+    """
     x, ids, router = (tensor.float().numpy() for tensor in given)
     args = *fp8.quantize_tokens(x), ids.astype("i8"), router, *layer
     ref = reference.mega_moe(*args, requantize=True, **variant)

@@ -10,7 +10,7 @@ from functools import lru_cache
 import ml_dtypes
 import torch
 
-from jitmoe import ExpertWeights
+from jitmoe import Activation, ExpertWeights
 from jitmoe import mega_moe as launch
 
 MAX_LAYERS = 1024  # remembered; then the one not called for longest is read again
@@ -20,8 +20,13 @@ _INPUTS += ("w13_bias", "w2_bias")
 _SCHEMA = (
     "Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w13, Tensor w2, Tensor w13_scale, "
     "Tensor w2_scale, Tensor? x_scale=None, Tensor? w13_bias=None, Tensor? w2_bias=None, "
-    'str backend="cuda", str gate_up="gate_first"'
+    'str backend="cuda", str activation="swiglu", '
+    "float? alpha=None, float? limit=None, float? up_offset=None, "
+    "float routed_scaling_factor=1.0, bool apply_router_weight_on_input=False, "
+    'int first_expert=0, str gate_up="gate_first"'
 )
+# From `activation` on: what the operators' defaults stand for.
+_PLAIN = ("swiglu", None, None, None, 1.0, False, 0, "gate_first")
 
 
 def mega_moe(
@@ -36,6 +41,10 @@ def mega_moe(
     x_scale: torch.Tensor | None = None,
     w13_bias: torch.Tensor | None = None,
     w2_bias: torch.Tensor | None = None,
+    activation: Activation | str = "swiglu",
+    routed_scaling_factor: float = 1.0,
+    apply_router_weight_on_input: bool = False,
+    first_expert: int = 0,
     gate_up: str = "gate_first",
     expert_counts: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
@@ -44,12 +53,13 @@ def mega_moe(
     """`jitmoe.mega_moe` as a PyTorch operator, on the current stream of the tensors' GPU.
 
     x             [num_tokens, hidden] bf16, or e4m3 with x_scale f32 [num_tokens, hidden / 128]
-    topk_ids      [num_tokens, top_k] int32 or int64; an id outside [0, num_experts) is an unused
-                  slot
+    topk_ids      [num_tokens, top_k] int32 or int64; an id outside [first_expert, first_expert +
+                  num_experts) is an unused slot
     topk_weights  [num_tokens, top_k] f32 or bf16
     w13 to w2_scale  the tensors of `jitmoe.ExpertWeights`, used in place; scales may be e8m0 as
                   well, of which a copy in f32 is kept with the tensor
     w13_bias, w2_bias, gate_up  as in `jitmoe.ExpertWeights`
+    activation to first_expert  as in `jitmoe.mega_moe`
     expert_counts [num_experts] int32, to which the routed pairs of each expert are added
     out           [num_tokens, hidden] bf16, written in place (default: a new tensor)
     backend       "cuda", or "emulated": tensors on the CPU, and the kernel thread by thread on it
@@ -62,15 +72,34 @@ def mega_moe(
     """
     inputs = (x, topk_ids, topk_weights, w13, w2, w13_scale, w2_scale, x_scale)
     inputs += (w13_bias, w2_bias)
+    layer = (
+        *_fields(activation),
+        routed_scaling_factor,
+        apply_router_weight_on_input,
+        first_expert,
+        gate_up,
+    )
+    options = (backend,) if layer == _PLAIN else (backend, *layer)  # a shorter call is a faster one
     # An operator that returns something new writes nothing else: those can have autograd formulas.
     if out is None and expert_counts is None and torch.compiler.is_compiling():
-        return _new(*inputs, backend, gate_up)
+        return _new(*inputs, *options)
     if torch.is_grad_enabled():
         _refuse_grad(inputs)
     if out is None:  # this way in less than half the time, for it has no autograd formula
         out = x.new_empty(x.shape, dtype=torch.bfloat16)
-    _into(out, *inputs, backend, gate_up, expert_counts)
+    if expert_counts is None:
+        _into(out, *inputs, *options)
+    else:
+        _into(out, *inputs, *options, expert_counts=expert_counts)
     return out
+
+
+def _fields(activation) -> tuple:
+    """kind, alpha, limit and up_offset, as an operator takes them."""
+    if isinstance(activation, str):
+        return activation, None, None, None
+    activation = Activation.of(activation)  # refuses what is none
+    return activation.kind, activation.alpha, activation.limit, activation.up_offset
 
 
 # Not torch.library.custom_op, which takes 0.1 ms a call (PyTorch 2.11 and 2.13) unless in inference
@@ -150,6 +179,13 @@ def _run(
     w13_bias=None,
     w2_bias=None,
     backend="cuda",
+    activation="swiglu",
+    alpha=None,
+    limit=None,
+    up_offset=None,
+    routed_scaling_factor=1.0,
+    apply_router_weight_on_input=False,
+    first_expert=0,
     gate_up="gate_first",
     expert_counts=None,
 ) -> list[torch.Tensor]:
@@ -166,13 +202,28 @@ def _run(
     x = read(x, "x")
     rows = x if x_scale is None else (x, read(x_scale, "x_scale"))
     ids, router = read(topk_ids, "topk_ids"), read(topk_weights, "topk_weights")
+    counts = None if expert_counts is None else read(expert_counts, "expert_counts")
     # A model may lie on several GPUs, of which one is current.
     with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
-        options = {"out": read(out, "out"), "backend": backend}
-        if expert_counts is not None:
-            options["expert_counts"] = read(expert_counts, "expert_counts")
-        launch(rows, ids, router, weights, **options)
+        launch(
+            rows,
+            ids,
+            router,
+            weights,
+            activation=_activation(activation, alpha, limit, up_offset),
+            routed_scaling_factor=routed_scaling_factor,
+            apply_router_weight_on_input=apply_router_weight_on_input,
+            first_expert=first_expert,
+            out=read(out, "out"),
+            expert_counts=counts,
+            backend=backend,
+        )
     return [out] if expert_counts is None else [out, expert_counts]
+
+
+@lru_cache
+def _activation(kind: str, *numbers: float | None) -> Activation | str:
+    return kind if numbers == (None, None, None) else Activation(kind, *numbers)
 
 
 _E8M0 = getattr(torch, "float8_e8m0fnu", None)  # PyTorch 2.7 and later

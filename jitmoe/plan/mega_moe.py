@@ -37,6 +37,7 @@ class MegaMoePlan(Plan):
     math_regs: int
     unroll_k: int
     num_task_slots: int = 2
+    extra_tokens: int = 0  # prefill: most that an expert's last full tile takes beyond its own
     trace: bool = False
     activation: str = "swiglu"
     up_first: bool = False
@@ -69,9 +70,17 @@ class MegaMoePlan(Plan):
         return not local or x_is_bf16
 
     @property
-    def token_box(self) -> int:
-        """Prefill: rows of one copy of tokens; tasks of no more take one, others two."""
-        return self.block_tokens // 2
+    def tile_tokens(self) -> int:
+        """Most tokens of a tile."""
+        return self.block_tokens + self.extra_tokens
+
+    @property
+    def token_boxes(self) -> dict[str, int]:
+        """Prefill: rows of one copy of a tile's tokens, which takes one or two, and of its extra
+        tokens, by what the names of the tensor maps end in.
+        """
+        half = self.block_tokens // 2
+        return {"map": half, "extra_map": self.extra_tokens or half}
 
     @property
     def roles(self) -> tuple[Role, ...]:
@@ -110,6 +119,7 @@ class MegaMoePlan(Plan):
     def derived_constants(self) -> dict[str, int]:
         return {
             "block_tokens": self.block_tokens,
+            "tile_tokens": self.tile_tokens,
             "block_rows": self.block_rows,
             "block_k": self.block_k,
             "max_blocks": self.max_blocks,
@@ -124,7 +134,7 @@ class MegaMoePlan(Plan):
             "row_align": self.row_align,
             "x_quant_scale_stride": align(self.num_k_blocks_1, 8),
             "weight_tile_bytes": self.block_rows * self.block_k,
-            "token_tile_bytes": self.block_tokens * self.block_k,
+            "token_tile_bytes": self.tile_tokens * self.block_k,
             # A block of w13_scale can hold ends of gate and of up, unless their rows alternate.
             "up_block_offset": self.intermediate // QUANT_GROUP,
             "up_block_rest": 0 if self.interleaved else self.intermediate % QUANT_GROUP,
@@ -133,7 +143,7 @@ class MegaMoePlan(Plan):
 
     @cached_property
     def smem(self) -> MemoryMap:
-        stages, slots, tokens = self.num_stages, self.num_task_slots, self.block_tokens
+        stages, slots, tokens = self.num_stages, self.num_task_slots, self.tile_tokens
         experts, math = self.num_experts, self.num_math_warps
         feeder = "feed" if self.split_tokens else "gather"
         to_roles, from_roles = (
@@ -289,6 +299,11 @@ class MegaMoePlan(Plan):
             raise PlanError(
                 "rows are sorted locally by 16-bit pair numbers: room for 1 to 65,535 of them, "
                 f"got {self.num_local_pairs:,}"
+            )
+        if self.extra_tokens not in ((0, 8, 16) if self.split_tokens else (0,)):
+            raise PlanError(
+                "extra_tokens must be 0, in prefill 8 or 16 too (columns of one multiply), "
+                f"got {self.extra_tokens}"
             )
         if not 1 <= self.unroll_k <= 8:
             raise PlanError(f"unroll_k must be from 1 to 8, got {self.unroll_k}")

@@ -50,6 +50,7 @@ def random_plan(rng: random.Random, bucket: str) -> MegaMoePlan:
             num_task_slots=rng.randint(2, 4),
             unroll_k=rng.choice([1, 2, 3, 4]),
             num_local_pairs=rng.choice([1, 20, 150, 2048]) if bucket == "decode" else 0,
+            extra_tokens=rng.choice([0, 8, 16]) if bucket == "prefill" else 0,
         )
         try:
             other.check(GPUS["h200"])
