@@ -25,6 +25,7 @@ from jitmoe.cli_layer import (
     Config,
     Ep,
     Experts,
+    Format,
     GateUp,
     Hidden,
     Intermediate,
@@ -138,6 +139,7 @@ def plan(
     experts: Experts = None,
     top_k: TopK = None,
     ep: Ep = 1,
+    format: Format = "fp8_block",
     activation: Activation = None,
     gate_up: GateUp = "gate_first",
     weight_on_input: WeightOnInput = False,
@@ -151,7 +153,7 @@ def plan(
 
     shape = layer_shape(model, config, hidden, intermediate, experts, top_k)
     fields = layer_variant(shape, activation, gate_up, weight_on_input, bias).plan_fields
-    report = plan_report(shape.problem(tokens, ep), _spec(gpu), **fields)
+    report = plan_report(shape.problem(tokens, ep, format), _spec(gpu), **fields)
     if as_json:
         typer.echo(json.dumps({"layer": title(shape, ep), **report}, indent=2))
     else:
@@ -167,6 +169,7 @@ def show(
     experts: Experts = None,
     top_k: TopK = None,
     ep: Ep = 1,
+    format: Format = "fp8_block",
     activation: Activation = None,
     gate_up: GateUp = "gate_first",
     weight_on_input: WeightOnInput = False,
@@ -181,7 +184,7 @@ def show(
 
     shape = layer_shape(model, config, hidden, intermediate, experts, top_k)
     fields = layer_variant(shape, activation, gate_up, weight_on_input, bias).plan_fields
-    text = render(choose(shape.problem(tokens, ep), _spec(gpu), **fields))
+    text = render(choose(shape.problem(tokens, ep, format), _spec(gpu), **fields))
     if plain or not sys.stdout.isatty():
         typer.echo(text, nl=False)
         return
@@ -199,6 +202,7 @@ def warmup(
     experts: Experts = None,
     top_k: TopK = None,
     ep: Ep = 1,
+    format: Format = "fp8_block",
     activation: Activation = None,
     gate_up: GateUp = "gate_first",
     weight_on_input: WeightOnInput = False,
@@ -211,7 +215,8 @@ def warmup(
 
     shape = layer_shape(model, config, hidden, intermediate, experts, top_k)
     fields = layer_variant(shape, activation, gate_up, weight_on_input, bias).plan_fields
-    if not prebuild(model_plans(shape, ep, arch, **fields), jobs, _console()):
+    plans = model_plans(shape, ep, arch, format, **fields)
+    if not prebuild(plans, jobs, _console()):
         raise typer.Exit(1)
 
 
@@ -230,6 +235,7 @@ def doctor() -> None:
 def demo(
     model: Model = None,
     ep: Annotated[int | None, typer.Option(help="Ranks that share the experts.")] = None,
+    format: Format = "fp8_block",
     tokens: Annotated[
         list[int] | None, typer.Option(min=1, help="Tokens of a call; may be given several times.")
     ] = None,
@@ -241,7 +247,7 @@ def demo(
 
     shape = model_shape(model or "deepseek-v3")
     default_ep = 8 if model is None else 1
-    if not run_demo(_console(), shape, ep or default_ep, tokens or None, jobs):
+    if not run_demo(_console(), shape, ep or default_ep, tokens or None, jobs, format):
         raise typer.Exit(1)
 
 

@@ -16,6 +16,7 @@ from jitmoe.cli_layer import (
     Config,
     Ep,
     Experts,
+    Format,
     Hidden,
     Intermediate,
     Json,
@@ -34,6 +35,7 @@ def bench(
     experts: Experts = None,
     top_k: TopK = None,
     ep: Ep = 1,
+    format: Format = "fp8_block",
     shapes: Annotated[
         str | None, typer.Option(help="Of S1,S2,S3,S4; all of them unless a layer is named.")
     ] = None,
@@ -73,10 +75,10 @@ def bench(
         raise ValueError("name the layer in one way: --shapes, or --model, --config or sizes")
     if is_named:
         shape = layer_shape(model, config, *sizes)
-        layers = {title(shape, ep): shape.problem(0, ep)}
+        layers = {title(shape, ep): shape.problem(0, ep, format)}
         points = Points(layers, token_counts(tokens), routing, shape.activation)
     else:
-        layers = SHAPES if shapes is None else named_shapes(shapes)
+        layers = named_shapes(",".join(SHAPES) if shapes is None else shapes, format)
         points = Points(layers, token_counts(tokens), routing)
     heats = ("cool",) * cool + ("hot",) * hot
     if not heats:

@@ -16,6 +16,7 @@ from jitmoe.cli_layer import (
     Config,
     Ep,
     Experts,
+    Format,
     GateUp,
     Hidden,
     Intermediate,
@@ -40,6 +41,7 @@ def emulate(
     experts: Experts = None,
     top_k: TopK = None,
     ep: Ep = 1,
+    format: Format = "fp8_block",
     activation: Activation = None,
     gate_up: GateUp = "gate_first",
     weight_on_input: WeightOnInput = False,
@@ -81,7 +83,7 @@ def emulate(
     }
     named = any(value is not None for value in layer.values())
     shape = layer_shape(**layer) if named else layer_shape(None, None, **SMALL_LAYER)
-    problem = shape.problem(tokens, ep)
+    problem = shape.problem(tokens, ep, format)
     variant = layer_variant(shape, activation, gate_up, weight_on_input, bias)
     kind = variant.activation.kind
     plan = choose(problem, gpu_spec("h200"), **variant.plan_fields)
@@ -91,7 +93,7 @@ def emulate(
         typer.echo(
             f"{title(shape, ep)}: {tokens:,} tokens, hidden {shape.hidden:,}, intermediate "
             f"{shape.intermediate:,}, {problem.num_experts} experts, top_k {shape.top_k}; "
-            f"{kind}{', up first' * plan.up_first}{', interleaved' * plan.interleaved}"
+            f"{format}, {kind}{', up first' * plan.up_first}{', interleaved' * plan.interleaved}"
             f"{', biases' * bias}{', router weights on tokens' * weight_on_input}, "
             f"{plan.bucket} kernel, {blocks} block{'s' * (blocks > 1)}, "
             f"{routing} routing{', checked' * checked}"
@@ -107,6 +109,7 @@ def emulate(
     last = outcomes[-1]
     call = {"ep": ep, "tokens": tokens, "routing": routing, "blocks": blocks, "seed": last.seed}
     call["activation"] = activation
+    call["format"] = None if format == "fp8_block" else format
     call["gate_up"] = None if gate_up == "gate_first" else gate_up
     flags = ["--checked"] * checked + ["--weight-on-input"] * weight_on_input + ["--bias"] * bias
     replay = None if last.is_right else _command(layer | call, flags)

@@ -14,7 +14,7 @@ from rich.console import Console
 from jitmoe import prebuild, reference
 from jitmoe.emulate.compile import NoHostCompiler
 from jitmoe.emulate.mega_moe import EmulatedLayer
-from jitmoe.fp8 import decode_e4m3, quantize_tokens
+from jitmoe.fp8 import decode_e4m3, encode_bf16, quantize_tokens
 from jitmoe.plan import heuristics
 from jitmoe.plan.gpu import gpu_spec
 from jitmoe.plan.models import ModelShape
@@ -28,12 +28,18 @@ EMULATED_BOUND = 5e-3  # bf16 slices and sums; the emulated tensor cores add exa
 
 
 def demo(
-    console: Console, shape: ModelShape, ep: int, token_counts: list[int] | None, jobs: int
+    console: Console,
+    shape: ModelShape,
+    ep: int,
+    token_counts: list[int] | None,
+    jobs: int,
+    format: str = "fp8_block",
 ) -> bool:
     """Run the demo and print what it sees. True if everything that was checked is right.
 
     shape         the layer; its experts are shared by `ep` ranks and one rank is run
     token_counts  calls to run (default: a spread from decode to prefill)
+    format        of weights and activations
     """
     if num_devices() > 0:
         try:
@@ -47,18 +53,20 @@ def demo(
                 return False
             from jitmoe.demo_gpu import demo_on_gpu
 
-            return demo_on_gpu(console, shape, ep, token_counts)
-    return demo_without_gpu(console, shape, ep, jobs)
+            return demo_on_gpu(console, shape, ep, token_counts, format)
+    return demo_without_gpu(console, shape, ep, jobs, format)
 
 
-def demo_without_gpu(console: Console, shape: ModelShape, ep: int, jobs: int) -> bool:
+def demo_without_gpu(
+    console: Console, shape: ModelShape, ep: int, jobs: int, format: str = "fp8_block"
+) -> bool:
     """All that needs no GPU: kernels built, the oracle checked, small kernels emulated."""
     console.print(
         f"No Hopper GPU here. Building the {ARCH} kernels of {shape.name} (one rank of {ep}):",
         markup=False,
     )
     variant = Variant(shape.activation)
-    plans = prebuild.model_plans(shape, ep, ARCH, **variant.plan_fields)
+    plans = prebuild.model_plans(shape, ep, ARCH, format, **variant.plan_fields)
     is_built = prebuild.prebuild(plans, jobs, console)
     start = time.perf_counter()
     error = oracle_error()
@@ -67,10 +75,10 @@ def demo_without_gpu(console: Console, shape: ModelShape, ep: int, jobs: int) ->
         f"NumPy oracle against a loop over tokens, slots and channels: relative error {error:.1e} "
         f"in {time.perf_counter() - start:.1f} s: {verdict(is_right)}"
     )
-    return is_built and is_right and demo_emulated(console, variant)
+    return is_built and is_right and demo_emulated(console, variant, format)
 
 
-def demo_emulated(console: Console, variant: Variant) -> bool:
+def demo_emulated(console: Console, variant: Variant, format: str = "fp8_block") -> bool:
     """Both kernels of a small layer, run thread by thread on the CPU, against the oracle.
 
     True if they are right, or if there is no C++ compiler to run them with.
@@ -79,7 +87,7 @@ def demo_emulated(console: Console, variant: Variant) -> bool:
     for bucket, num_tokens in EMULATED_TOKENS.items():
         start = time.perf_counter()
         try:
-            error = emulated_error(bucket, num_tokens, variant)
+            error = emulated_error(bucket, num_tokens, variant, format)
         except NoHostCompiler as missing:
             console.print(f"No kernel was executed: {missing}", markup=False)
             return True
@@ -92,15 +100,18 @@ def demo_emulated(console: Console, variant: Variant) -> bool:
     return all(passes)
 
 
-def emulated_error(bucket: str, num_tokens: int, variant: Variant) -> float:
+def emulated_error(
+    bucket: str, num_tokens: int, variant: Variant, format: str = "fp8_block"
+) -> float:
     """Relative error of an emulated launch against the oracle that rounds where the kernel does."""
-    layer = reference.random_layer(num_experts=4, hidden=256, intermediate=208, seed=1)
-    small = MoeProblem(1, 256, 208, 4, 2)
+    layer = reference.random_layer(4, hidden=256, intermediate=208, seed=1, format=format)
+    small = MoeProblem(1, 256, 208, 4, 2, format)
     plan = heuristics.plans_of_model(small, gpu_spec("h200"), **variant.plan_fields)[bucket]
     emulated = EmulatedLayer(plan, layer, max_tokens=num_tokens, num_blocks=3)
     tokens = reference.random_tokens(num_tokens, 256, 4, 2, seed=2, routing="unused")
-    x, x_scale = quantize_tokens(tokens.x)
-    y = emulated((x, x_scale), tokens.topk_ids, tokens.topk_weights, variant)
+    x, x_scale = (encode_bf16(tokens.x), None) if format == "bf16" else quantize_tokens(tokens.x)
+    given = x if x_scale is None else (x, x_scale)
+    y = emulated(given, tokens.topk_ids, tokens.topk_weights, variant)
     inputs = (x, x_scale, tokens.topk_ids, tokens.topk_weights, *layer)
     ref = reference.mega_moe(*inputs, requantize=True, **vars(variant))
     return reference.relative_error(y, ref)

@@ -39,11 +39,16 @@ def mega_moe(
     """The mixture-of-experts feed-forward layer in one kernel launch.
 
     y[t] = sum over slots s of topk_weights[t, s] * w2[e] @ mid, with mid = silu(gate) * up, or what
-    `activation` says, gate and up = w13[e] @ x[t] and e = topk_ids[t, s] - first_expert. mid is
-    re-quantised to e4m3 per token and 128 channels.
+    `activation` says, gate and up = w13[e] @ x[t] and e = topk_ids[t, s] - first_expert.
 
-    x             [num_tokens, hidden] bf16 (quantised inside per token and 128 channels), or a pair
-                  of e4m3 [num_tokens, hidden] and f32 scales [num_tokens, hidden / 128]
+    With FP8 weights, mid is re-quantised to e4m3 per token and 128 channels. With bf16 weights, it
+    is multiplied by the router weight (unless that multiplies the token) and routed_scaling_factor
+    in f32, then rounded to bf16: one rounding, as without them. Sums are in f32; each slot's row
+    and y are rounded to bf16.
+
+    x             [num_tokens, hidden] bf16 (FP8 weights: quantised inside per token and 128
+                  channels), or, for FP8 weights, a pair of e4m3 [num_tokens, hidden] and f32 scales
+                  [num_tokens, hidden / 128]
     topk_ids      [num_tokens, top_k] int32 or int64; an id outside [first_expert, first_expert +
                   num_experts) is an unused slot
     topk_weights  [num_tokens, top_k] f32 or bf16
@@ -68,10 +73,10 @@ def mega_moe(
                   a C++ compiler and no GPU; stream and workspace must be None, and y is uint16
                   where x is unsigned, else ml_dtypes.bfloat16
 
-    A launch with few tokens in e4m3 may begin while a kernel before it on the stream ends, if that
-    kernel allows it (programmatic dependent launch; jitmoe's do, others only if written so). It
-    then reads weights, and nothing else for good, before that kernel is over: whoever writes
-    weights must not allow it.
+    A launch with few tokens, in the format of the weights, may begin while a kernel before it on
+    the stream ends, if that kernel allows it (programmatic dependent launch; jitmoe's do, others
+    only if written so). It then reads weights, and nothing else for good, before that kernel is
+    over: whoever writes weights must not allow it.
 
     With biases, y[t] is the sum of topk_weights[t, s] * (w2[e] @ mid + w2_bias[e]), and w13_bias[e]
     is added to gate and up. apply_router_weight_on_input then multiplies w13[e] @ x[t] alone, and
@@ -126,8 +131,7 @@ def mega_moe(
         scale_ptr,
         ids_ptr,
         router_ptr,
-        weights.w13_scale.ptr,
-        weights.w2_scale.ptr,
+        *weights.scale_addresses,
         y_ptr,
         counts_ptr,
     )
@@ -185,7 +189,7 @@ def _make_ready(
         fit.topk_ids.dtype == "i64",
         fit.topk_weights.dtype != "f32",
         workspace.timeout_us,
-        *variant.scalars.values(),
+        *variant.scalars(plan.format).values(),
     )
     if len(workspace.ready) >= MAX_READY:
         workspace.ready.clear()

@@ -9,7 +9,8 @@ from jitmoe.emulate.mega_moe import EmulatedLayer
 from jitmoe.emulate.session import TIMEOUT_S
 from jitmoe.plan.mega_moe import MegaMoePlan
 from jitmoe.plan.variant import Variant
-from jitmoe.reference import Biases, Layer
+from jitmoe.reference import Layer
+from jitmoe.reference_biases import Biases
 from jitmoe.weights import ExpertWeights
 
 NUM_BLOCKS = 4  # enough for blocks to wait for each other; more are slower
@@ -58,7 +59,7 @@ def launch(
 ) -> EmulatedLayer:
     """One launch into `out`; returns what it ran on, which keeps the stamps of a traced plan."""
     w13, w2, w13_scale, w2_scale = weights.tensors
-    layer = Layer(w13, w13_scale, w2, w2_scale)
+    layer = Layer(_unsigned(w13), w13_scale, _unsigned(w2), w2_scale)
     biases = Biases(*map(_float_bits, weights.bias_tensors)) if weights.has_bias else None
     emulated = EmulatedLayer(
         plan, layer, len(x), NUM_BLOCKS, biases=biases, expert_counts=expert_counts

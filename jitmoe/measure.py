@@ -17,11 +17,13 @@ from jitmoe.weights import ExpertWeights
 MAX_WEIGHT_SETS = 4
 SPARE_BYTES = 6 << 30  # for x, y, the workspace and the oracle
 # Bounds of the relative error: the format's own noise, and rounding where the kernel rounds too.
-EXACT_BOUND, REQUANTIZED_BOUND = 2.6e-2, 5e-3
+EXACT_BOUNDS, REQUANTIZED_BOUND = {"fp8_block": 2.6e-2, "bf16": 5e-3}, 5e-3
 
 
 class Call(NamedTuple):
-    """Arguments of one call; `x` is what mega_moe takes, codes and scale what the oracle takes."""
+    """Arguments of one call; `x` is what mega_moe takes, codes and scale what the oracle takes. In
+    bf16, codes are the bits and scale is None.
+    """
 
     x: object
     codes: object
@@ -50,9 +52,9 @@ class Errors(NamedTuple):
     requantized: float
     worst: float
 
-    @property
-    def are_small(self) -> bool:
-        return self.exact <= EXACT_BOUND and self.requantized <= REQUANTIZED_BOUND
+    def are_small(self, format: str) -> bool:
+        """Whether they are what the number format of the weights allows."""
+        return self.exact <= EXACT_BOUNDS[format] and self.requantized <= REQUANTIZED_BOUND
 
 
 class References(NamedTuple):
@@ -72,11 +74,11 @@ def weight_sets(layer: MoeProblem, outliers: int = 0):
     import cupy
 
     sizes = (layer.num_experts, layer.hidden, layer.intermediate)
-    first = reference.random_layer(*sizes, seed=1, xp=cupy, outliers=outliers)
+    first = reference.random_layer(*sizes, seed=1, xp=cupy, outliers=outliers, format=layer.format)
     free_bytes = cupy.cuda.runtime.memGetInfo()[0] - SPARE_BYTES
     num_sets = 1 + free_bytes // (layer.num_experts * layer.expert_bytes)
     sets = [first] + [
-        reference.Layer(*(cupy.roll(part, i, axis=0) for part in first))
+        reference.Layer(*(None if p is None else cupy.roll(p, i, axis=0) for p in first))
         for i in range(1, max(1, min(MAX_WEIGHT_SETS, num_sets)))
     ]
     return [ExpertWeights(s.w13, s.w2, s.w13_scale, s.w2_scale) for s in sets], first
@@ -92,7 +94,9 @@ def random_call(
     zipf_exponent: float = 1.0,
     activation: Activation | str = "swiglu",
 ) -> Call:
-    """x ~ N(0, 1) and a routing of `reference.random_tokens`; x as codes and scales, or as bf16."""
+    """x ~ N(0, 1) and a routing of `reference.random_tokens`; x as codes and scales, or as bf16,
+    as it always is where weights are.
+    """
     import cupy
 
     if routing == "uniform" and layer.top_k > layer.num_experts:
@@ -101,6 +105,9 @@ def random_call(
     tokens = reference.random_tokens(
         *sizes, seed, routing, cupy, outliers=outliers, zipf_exponent=zipf_exponent
     )
+    if layer.format == "bf16":
+        bits = encode_bf16(tokens.x, cupy)
+        return Call(bits, bits, None, tokens.topk_ids, tokens.topk_weights)
     codes, scale = quantize_tokens(tokens.x, cupy)
     x = encode_bf16(tokens.x, cupy) if bf16 else (codes, scale)
     return Call(x, codes, scale, tokens.topk_ids, tokens.topk_weights, activation)

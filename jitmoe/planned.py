@@ -52,6 +52,7 @@ def _decode_limit(weights: ExpertWeights, top_k: int) -> int:
 def _check_plan(plan: MegaMoePlan, weights: ExpertWeights, top_k: int, fields: dict) -> None:
     wanted = (weights.hidden, weights.intermediate, weights.num_experts, top_k)
     got = (plan.hidden, plan.intermediate, plan.num_experts, plan.top_k)
+    fields = {"format": weights.format, **fields}
     if wanted != got:
         raise ValueError(
             f"the plan is for (hidden, intermediate, num_experts, top_k) = {got}, "

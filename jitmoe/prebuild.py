@@ -25,11 +25,14 @@ def gpu_of_arch(arch: str) -> GpuSpec:
     return next(spec for spec in GPUS.values() if spec.arch == arch)
 
 
-def model_plans(shape: ModelShape, ep: int, arch: str, **variant) -> list[MegaMoePlan]:
+def model_plans(
+    shape: ModelShape, ep: int, arch: str, format: str = "fp8_block", **variant
+) -> list[MegaMoePlan]:
     """Every kernel one rank of the model can need at any token count; `variant` is as in
     `heuristics.choose`.
     """
-    return list(plans_of_model(shape.problem(1, ep), gpu_of_arch(arch), **variant).values())
+    problem = shape.problem(1, ep, format)
+    return list(plans_of_model(problem, gpu_of_arch(arch), **variant).values())
 
 
 def prebuild(plans: Iterable[MegaMoePlan], jobs: int, console: Console) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from jitmoe.plan.formats import format_of
 from jitmoe.plan.mega_moe import MegaMoePlan
 from jitmoe.run.driver import is_capturing
 from jitmoe.run.launch import Kernel, ParamBlock, load, loaded
@@ -62,14 +63,13 @@ def prepare(
         params.write_maps(
             *_weight_maps(weights, plan), *_token_maps(weights, plan, memory, row_capacity)
         )
-    w13_scale, w2_scale = weights.w13_scale, weights.w2_scale
     if len(known) >= MAX_WORKSPACES:
         known.pop(next(iter(known)))
     prepared = known[workspace.serial] = Prepared(
         kernel,
         params,
         tuple(memory[name] for name in (*_SCRATCH, *["trace"] * plan.trace, *_CONTROL)),
-        (w13_scale.strides[0], w2_scale.strides[0], w13_scale.strides[1], w2_scale.strides[1]),
+        weights.scale_strides,
         workspace.bank_words(plan),
         row_capacity,
         workspace.capacity(plan),
@@ -79,7 +79,8 @@ def prepare(
 
 
 def _weight_maps(weights: ExpertWeights, plan: MegaMoePlan) -> tuple[bytes, bytes]:
-    """Maps of w13 and w2 whose boxes are one tile of `block_rows` weight rows by 128 of K.
+    """Maps of w13 and w2 whose boxes are one tile of `block_rows` weight rows by a k-block; of
+    bytes, whatever the format.
 
     The map of w13 has dimensions (hidden, 8 channels, gate | up, intermediate / 8, expert), so that
     one box lands gate and up in alternating groups of 8 rows, whatever order they lie in.
@@ -87,21 +88,22 @@ def _weight_maps(weights: ExpertWeights, plan: MegaMoePlan) -> tuple[bytes, byte
     key = "weight_maps"
     if key not in weights.memo:
         w13, w2, half = weights.w13, weights.w2, weights.intermediate
-        expert_13, row_13 = w13.strides[:2]
+        width = format_of(plan.format).element_bytes
+        expert_13, row_13 = (width * stride for stride in w13.strides[:2])
+        expert_2, row_2 = (width * stride for stride in w2.strides[:2])
         channel, up = (2, 1) if plan.interleaved else (1, half)  # rows from one to the next
-        expert_2, row_2 = w2.strides[:2]
         weights.memo[key] = (
             encode_u8_map(
                 w13.ptr,
-                [weights.hidden, 8, 2, half // 8, weights.num_experts],
+                [width * weights.hidden, 8, 2, half // 8, weights.num_experts],
                 [channel * row_13, up * row_13, 8 * channel * row_13, expert_13],
-                [plan.block_k, 8, 2, plan.block_rows // 16, 1],
+                [plan.block_k_bytes, 8, 2, plan.block_rows // 16, 1],
             ),
             encode_u8_map(
                 w2.ptr,
-                [half, weights.hidden, weights.num_experts],
+                [width * half, weights.hidden, weights.num_experts],
                 [row_2, expert_2],
-                [plan.block_k, plan.block_rows, 1],
+                [plan.block_k_bytes, plan.block_rows, 1],
             ),
         )
     return weights.memo[key]
@@ -113,9 +115,10 @@ def _token_maps(weights, plan: MegaMoePlan, memory: dict, row_capacity: int) -> 
     """
     if not plan.split_tokens:
         return ()
-    widths = {"pool": weights.hidden, "mid": plan.derived_constants["mid_stride"]}
+    size = format_of(plan.format).element_bytes
+    channels = {"pool": weights.hidden, "mid": plan.derived_constants["mid_stride"]}
     return tuple(
-        encode_u8_map(memory[name], [width, row_capacity], [width], [plan.block_k, box])
+        encode_u8_map(memory[name], [size * n, row_capacity], [size * n], [plan.block_k_bytes, box])
         for box in plan.token_boxes.values()
-        for name, width in widths.items()
+        for name, n in channels.items()
     )

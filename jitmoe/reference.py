@@ -13,11 +13,13 @@ import numpy as np
 from jitmoe.fp8 import (
     dequantize_tokens,
     dequantize_weights,
+    encode_bf16,
     quantize_tokens,
     quantize_weights,
     round_bf16,
     to_float,
 )
+from jitmoe.plan.formats import format_of
 from jitmoe.plan.variant import Activation, check_gate_up
 from jitmoe.reference_activations import activate
 
@@ -55,28 +57,31 @@ def mega_moe(
     mid @ w2[e].T before it is weighted (gpt-oss, gpt_oss/torch/model.py, MLPBlock).
 
     x             [num_tokens, hidden] e4m3; or float or bf16 bits, with x_scale None, which
-                  `quantize_tokens` then quantises
+                  `quantize_tokens` then quantises, unless weights are bf16
     x_scale       [num_tokens, hidden/128]
     topk_ids      [num_tokens, top_k] integers; a slot whose e is outside [0, num_experts) is unused
                   and its weight is not looked at; an expert that a token names twice counts twice
     topk_weights  [num_tokens, top_k] float or bf16 bits
-    w13           [num_experts, 2*intermediate, hidden] e4m3; gate rows first, or up rows first
-                  with gate_up="up_first", or by turns with gate_up="interleaved"
+    w13           [num_experts, 2*intermediate, hidden] e4m3; or float or bf16 bits, with scales
+                  None; gate rows first, or up rows first with gate_up="up_first", or by turns with
+                  gate_up="interleaved"
     w13_scale     [num_experts, ceil(2*intermediate/128), hidden/128] by absolute row: unless
                   intermediate is a multiple of 128, one block holds the end of the first half and
                   the start of the second; of interleaved rows, 64 of each
-    w2            [num_experts, hidden, intermediate] e4m3
+    w2            [num_experts, hidden, intermediate] as w13
     w2_scale      [num_experts, hidden/128, ceil(intermediate/128)]
     w13_bias      None or [num_experts, 2*intermediate] float or bf16 bits, in the order of rows
     w2_bias       None or [num_experts, hidden]
     returns       float64 [num_tokens, hidden], before the rounding to bf16
 
     requantize=False is the formula on the dequantised inputs, in float64. requantize=True rounds
-    where the kernel does: mid by `quantize_tokens`, each slot's weighted row to bf16, and the sum
-    of the rows, in slot order, to float32. Raises ValueError for shapes that do not fit each other.
+    where the kernel does: mid by `quantize_tokens`, or for bf16 weights factor * weight * mid to
+    bf16; each slot's weighted row to bf16, and the sum of the rows, in slot order, to float32.
+    Raises ValueError for shapes that do not fit each other.
     """
     check_gate_up(gate_up)
-    if x_scale is None:
+    is_fp8 = w13_scale is not None
+    if is_fp8 and x_scale is None:
         x, x_scale = quantize_tokens(x, xp)
     num_tokens, hidden = x.shape
     num_experts, _, intermediate = w2.shape
@@ -96,9 +101,15 @@ def mega_moe(
         tokens, slots = xp.nonzero(topk_ids == first_expert + expert)  # of every pair
         if tokens.size == 0:
             continue
-        w13_e = dequantize_weights(w13[expert], w13_scale[expert], xp)
-        w2_e = dequantize_weights(w2[expert], w2_scale[expert], xp)
-        gate_and_up = xp.matmul(dequantize_tokens(x[tokens], x_scale[tokens], xp), w13_e.T)
+        if is_fp8:
+            w13_e = dequantize_weights(w13[expert], w13_scale[expert], xp)
+            w2_e = dequantize_weights(w2[expert], w2_scale[expert], xp)
+            x_e = dequantize_tokens(x[tokens], x_scale[tokens], xp)
+        else:
+            x_e, w13_e, w2_e = (
+                to_float(part, xp.float64, xp) for part in (x[tokens], w13[expert], w2[expert])
+            )
+        gate_and_up = xp.matmul(x_e, w13_e.T)
         pair_weights = weights[tokens, slots][:, None]
         if apply_router_weight_on_input:
             gate_and_up, pair_weights = pair_weights * gate_and_up, 1.0
@@ -111,12 +122,14 @@ def mega_moe(
         if gate_up == "up_first":
             gate, up = up, gate
         mid = activate(gate, up, activation, xp)
-        if requantize:
+        factors = bias_factors = routed_scaling_factor * pair_weights
+        if requantize and is_fp8:
             mid = dequantize_tokens(*quantize_tokens(mid, xp), xp)
-        rows = xp.matmul(mid, w2_e.T)
+        elif requantize:
+            mid, factors = round_bf16(factors * mid, xp).astype(xp.float64), 1.0
+        rows = factors * xp.matmul(mid, w2_e.T)
         if w2_bias is not None:
-            rows = rows + to_float(w2_bias[expert], xp.float64, xp)
-        rows = routed_scaling_factor * pair_weights * rows
+            rows = rows + bias_factors * to_float(w2_bias[expert], xp.float64, xp)
         if requantize:
             slot_rows[tokens, slots] = round_bf16(rows, xp)
             continue
@@ -166,19 +179,14 @@ def _comparable(y, ref, xp):
 
 
 class Layer(NamedTuple):
-    """Quantised weights, in the order `mega_moe` takes them: codes uint8 and scales f32."""
+    """Weights in the order `mega_moe` takes them: codes uint8 and scales f32, or bf16 bits uint16
+    and no scales.
+    """
 
     w13: Any
     w13_scale: Any
     w2: Any
     w2_scale: Any
-
-
-class Biases(NamedTuple):
-    """Of w13's rows [num_experts, 2*intermediate] and of w2's [num_experts, hidden]."""
-
-    w13: Any
-    w2: Any
 
 
 class Tokens(NamedTuple):
@@ -190,9 +198,16 @@ class Tokens(NamedTuple):
 
 
 def random_layer(
-    num_experts: int, hidden: int, intermediate: int, seed: int, xp=np, outliers: int = 0
+    num_experts: int,
+    hidden: int,
+    intermediate: int,
+    seed: int,
+    xp=np,
+    outliers: int = 0,
+    format: str = "fp8_block",
 ) -> Layer:
-    """Weights from N(0, 1) / sqrt(K), made and quantised one expert at a time where `xp` lives.
+    """Weights from N(0, 1) / sqrt(K), made and brought into a format of `plan.formats` one expert
+    at a time where `xp` lives.
 
     In each matrix, `outliers` input channels are 30 times as large. NumPy and CuPy draw different
     numbers from one seed.
@@ -203,21 +218,14 @@ def random_layer(
         for idx, (rows, cols) in enumerate(((2 * intermediate, hidden), (hidden, intermediate))):
             w = rng.standard_normal((rows, cols), dtype=xp.float32) * xp.float32(cols**-0.5)
             _enlarge_channels(w, outliers, rng, xp)
+            if not format_of(format).quantizes:
+                codes[idx].append(encode_bf16(w, xp))
+                continue
             expert_codes, expert_scales = quantize_weights(w, xp)
             codes[idx].append(expert_codes)
             scales[idx].append(expert_scales)
-    return Layer(*(xp.stack(parts[idx]) for idx in (0, 1) for parts in (codes, scales)))
-
-
-def random_biases(num_experts: int, hidden: int, intermediate: int, seed: int, xp=np) -> Biases:
-    """From N(0, 1), as f32 of bf16 values: as large as gate and up of random tokens."""
-    rng = xp.random.default_rng(seed)
-    return Biases(
-        *(
-            round_bf16(rng.standard_normal((num_experts, rows), dtype=xp.float32), xp)
-            for rows in (2 * intermediate, hidden)
-        )
-    )
+    stacked = (parts[idx] for idx in (0, 1) for parts in (codes, scales))
+    return Layer(*(xp.stack(part) if part else None for part in stacked))
 
 
 def random_tokens(

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from jitmoe.plan import heuristics, problem
+from jitmoe.plan.formats import format_of
 from jitmoe.plan.gpu import GpuSpec
 from jitmoe.plan.mega_moe import MegaMoePlan
 from jitmoe.plan.memory_map import MemoryMap
@@ -42,18 +43,19 @@ def plan_report(layer: MoeProblem, gpu: GpuSpec, **variant) -> dict:
         "floor_us": floor.us,
         "floor_memory_us": floor.memory_us,
         "floor_math_us": floor.math_us,
+        "tflops": gpu.tflops(layer.format),
         "bound": floor.bound,
-        "limits": limits(),
+        "limits": limits(layer.format),
     }
 
 
-def limits() -> dict[str, str]:
-    """The sizes a layer may have, in words."""
+def limits(format: str = "fp8_block") -> dict[str, str]:
+    """The sizes a layer of a number format may have, in words."""
     return {
         "num_tokens": f"0 to {problem.MAX_TOKENS:,}",
         "num_experts": f"1 to {problem.MAX_EXPERTS:,}",
         "top_k": f"1 to {problem.MAX_TOP_K}",
-        "hidden": f"a multiple of {problem.QUANT_GROUP} up to {problem.MAX_HIDDEN:,}",
+        "hidden": f"a multiple of {format_of(format).hidden_step} up to {problem.MAX_HIDDEN:,}",
         "intermediate": f"a multiple of 16 up to {problem.MAX_INTERMEDIATE:,}",
     }
 
@@ -65,7 +67,7 @@ def print_plan(console: Console, title: str, report: dict) -> None:
     facts = {
         "layer": f"{title}: {layer['num_tokens']:,} tokens, hidden {layer['hidden']:,}, "
         f"intermediate {layer['intermediate']:,}, {layer['num_experts']} experts, "
-        f"top_k {layer['top_k']}",
+        f"top_k {layer['top_k']}, in {layer['format']}",
         "bucket": f"{report['bucket']}, which serves {low:,} to {high:,} tokens of this layer "
         f"({report['tokens_per_active_expert']:.1f} a busy expert now)",
         "kernel": f"{report['kernel']} for {report['arch']}, "
@@ -77,7 +79,7 @@ def print_plan(console: Console, title: str, report: dict) -> None:
         "workspace": f"{report['workspace_bytes']:,} bytes of device memory",
         "floor": f"{report['floor_us']:.1f} us, bound by {report['bound']}",
         "": f"(memory {report['floor_memory_us']:.1f} us at {gpu['read_gbps']:,.0f} GB/s, "
-        f"math {report['floor_math_us']:.1f} us at {gpu['fp8_tflops']:,.0f} TFLOP/s; "
+        f"math {report['floor_math_us']:.1f} us at {report['tflops']:,.0f} TFLOP/s; "
         f"rates {'measured' if gpu['measured'] else 'scaled from the data sheet'})",
     }
     for name, text in facts.items():

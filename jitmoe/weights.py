@@ -6,9 +6,13 @@ from functools import cached_property
 
 import numpy as np
 
+from jitmoe.plan.formats import format_of
 from jitmoe.plan.problem import QUANT_GROUP, MoeProblem
 from jitmoe.plan.variant import check_gate_up
 from jitmoe.run.arrays import HOST, check_array, check_dense, check_rows, host_view, view
+
+# By format, what w13 and w2 may be.
+_DTYPES = {"fp8_block": ("e4m3", "u8"), "bf16": ("bf16", "u16")}
 
 
 class Memo(dict):
@@ -25,14 +29,14 @@ class Memo(dict):
 
 
 class ExpertWeights:
-    """Views of the experts' block-quantised FP8 weights, validated once.
+    """Views of the experts' weights, block-quantised FP8 or bf16, validated once.
 
-    w13        [num_experts, 2 * intermediate, hidden] e4m3 (or uint8 of the same bits): gate rows
-               first, then up, or as gate_up says
-    w2         [num_experts, hidden, intermediate] e4m3
+    w13        [num_experts, 2 * intermediate, hidden] e4m3 or bf16 (or uint8 or uint16 of the same
+               bits): gate rows first, then up, or as gate_up says
+    w2         [num_experts, hidden, intermediate] of the same dtype
     w13_scale  [num_experts, ceil(2 * intermediate / 128), hidden / 128] f32: block scales, value =
-               code * scale
-    w2_scale   [num_experts, hidden / 128, ceil(intermediate / 128)] f32
+               code * scale; None for bf16
+    w2_scale   [num_experts, hidden / 128, ceil(intermediate / 128)] f32; None for bf16
     w13_bias   [num_experts, 2 * intermediate] bf16 (or uint16 of the same bits) or f32: added to
                gate and up, in the order of w13's rows
     w2_bias    [num_experts, hidden] of the same dtype: added to what an expert gives. Both or none:
@@ -41,18 +45,20 @@ class ExpertWeights:
                rows in w13 and w13_bias. Blocks of w13_scale are of 128 rows as they lie
 
     CuPy arrays, PyTorch tensors or anything that speaks `__cuda_array_interface__` or DLPack. Rows
-    must be dense and start at multiples of 16 bytes; rows and experts may be strided. Four NumPy
-    arrays are weights for `mega_moe(..., backend="emulated")`, which a GPU refuses. Raises
-    TypeError for another host array or a mixture and ValueError, one sentence, for shapes, dtypes,
-    strides or devices that do not fit.
+    must be dense and start at multiples of 16 bytes; rows and experts may be strided. NumPy arrays
+    are weights for `mega_moe(..., backend="emulated")`, which a GPU refuses. Raises TypeError for
+    another host array or a mixture and ValueError, one sentence, for shapes, dtypes, strides or
+    devices that do not fit.
+
+    `format` is "fp8_block" or "bf16".
     """
 
     def __init__(
         self,
         w13,
         w2,
-        w13_scale,
-        w2_scale,
+        w13_scale=None,
+        w2_scale=None,
         *,
         w13_bias=None,
         w2_bias=None,
@@ -62,7 +68,9 @@ class ExpertWeights:
         self.gate_up = gate_up
         read = host_view if isinstance(w13, np.ndarray) else view
         self.w13, self.w2 = read(w13, "w13"), read(w2, "w2")
-        self.w13_scale, self.w2_scale = read(w13_scale, "w13_scale"), read(w2_scale, "w2_scale")
+        self.w13_scale = None if w13_scale is None else read(w13_scale, "w13_scale")
+        self.w2_scale = None if w2_scale is None else read(w2_scale, "w2_scale")
+        self.format = self._find_format()
         self.tensors = (w13, w2, w13_scale, w2_scale)  # as given: they keep the memory alive
         if len(self.w13.shape) != 3 or self.w13.shape[1] % 2:
             raise ValueError(
@@ -76,16 +84,10 @@ class ExpertWeights:
         e, h, i = self.num_experts, self.hidden, self.intermediate
         for name, shape in (("w13", (e, rows, h)), ("w2", (e, h, i))):
             remedy = "w13 and w2 must be of the same layer: transpose or slice one of them"
-            check_array(getattr(self, name), name, shape, ("e4m3", "u8"), self.device, remedy)
-            check_rows(getattr(self, name), name, 16)
-        blocks_13, blocks_h, blocks_i = (-(-n // QUANT_GROUP) for n in (rows, h, i))
-        for name, blocks in (
-            ("w13_scale", (e, blocks_13, blocks_h)),
-            ("w2_scale", (e, blocks_h, blocks_i)),
-        ):
-            remedy = "pass one scale for each block of 128 x 128, counting those cut off at an end"
-            check_array(getattr(self, name), name, blocks, ("f32",), self.device, remedy)
-            check_dense(getattr(self, name), name)
+            check_array(getattr(self, name), name, shape, _DTYPES[self.format], self.device, remedy)
+            check_rows(getattr(self, name), name, 16 // format_of(self.format).element_bytes)
+        if self.format == "fp8_block":
+            self._check_block_scales()
         self.bias_tensors = (w13_bias, w2_bias)
         self.has_bias = w13_bias is not None or w2_bias is not None
         if self.has_bias:
@@ -94,9 +96,46 @@ class ExpertWeights:
         # by their signatures, arguments that were found right.
         self.memo, self.calls = Memo(256), Memo(1024)
 
+    def _find_format(self) -> str:
+        """By dtype and scales. Raises ValueError for what is no format."""
+        scales = {"w13_scale": self.w13_scale, "w2_scale": self.w2_scale}
+        given = [name for name, scale in scales.items() if scale is not None]
+        if self.w13.dtype in _DTYPES["bf16"]:
+            if given:
+                raise ValueError(
+                    f"w13 is {self.w13.dtype}, bf16 takes no scales, got {' and '.join(given)}; "
+                    "leave them out"
+                )
+            return "bf16"
+        if self.w13.dtype not in _DTYPES["fp8_block"]:
+            raise ValueError(
+                "w13 must have dtype e4m3 or u8 with scales, or bf16 or u16 without, got "
+                f"{self.w13.dtype}; convert or view it"
+            )
+        if len(given) != len(scales):
+            raise ValueError(
+                f"w13 is {self.w13.dtype} and needs both scales, got "
+                f"{' and '.join(given) or 'none'}; pass w13_scale and w2_scale"
+            )
+        return "fp8_block"
+
+    def _check_block_scales(self) -> None:
+        e, rows, h = self.w13.shape
+        i = self.intermediate
+        blocks_13, blocks_h, blocks_i = (-(-n // QUANT_GROUP) for n in (rows, h, i))
+        for name, blocks in (
+            ("w13_scale", (e, blocks_13, blocks_h)),
+            ("w2_scale", (e, blocks_h, blocks_i)),
+        ):
+            remedy = "pass one scale for each block of 128 x 128, counting those cut off at an end"
+            check_array(getattr(self, name), name, blocks, ("f32",), self.device, remedy)
+            check_dense(getattr(self, name), name)
+
     def problem(self, num_tokens: int, top_k: int) -> MoeProblem:
         """A call's sizes. Raises ValueError for those there is no kernel for."""
-        return MoeProblem(num_tokens, self.hidden, self.intermediate, self.num_experts, top_k)
+        return MoeProblem(
+            num_tokens, self.hidden, self.intermediate, self.num_experts, top_k, self.format
+        )
 
     def _read_biases(self, read) -> None:
         dtypes, biases = ("bf16", "u16", "f32"), []
@@ -132,16 +171,25 @@ class ExpertWeights:
     def __repr__(self):
         device = "host" if self.device == HOST else self.device
         order = "" if self.gate_up == "gate_first" else f", gate_up={self.gate_up!r}"
-        order += ", biases" * self.has_bias
+        kind = "" if self.format == "fp8_block" else f", format={self.format!r}"
+        kind += ", biases" * self.has_bias
         return (
             f"ExpertWeights(num_experts={self.num_experts}, hidden={self.hidden}, "
-            f"intermediate={self.intermediate}, device={device}{order})"
+            f"intermediate={self.intermediate}, device={device}{kind}{order})"
         )
 
     @cached_property
     def num_bytes(self) -> int:
-        """Bytes of codes and scales."""
-        codes = 3 * self.num_experts * self.hidden * self.intermediate
-        return codes + 4 * sum(
-            s.shape[0] * s.shape[1] * s.shape[2] for s in (self.w13_scale, self.w2_scale)
-        )
+        """Bytes of weights and scales."""
+        return self.num_experts * self.problem(0, 1).expert_bytes
+
+    @cached_property
+    def scale_addresses(self) -> tuple[int, int]:
+        """Of w13_scale and w2_scale, 0 where there are none."""
+        return tuple(0 if s is None else s.ptr for s in (self.w13_scale, self.w2_scale))
+
+    @cached_property
+    def scale_strides(self) -> tuple[int, ...]:
+        """In elements, from expert to expert and from row to row of w13_scale and w2_scale."""
+        strides = [(0, 0) if s is None else s.strides for s in (self.w13_scale, self.w2_scale)]
+        return *(s[0] for s in strides), *(s[1] for s in strides)

@@ -34,6 +34,7 @@ from jitmoe.plan.gpu import GPUS
 from jitmoe.plan.heuristics import plans_of_model
 from jitmoe.plan.mega_moe import MegaMoePlan
 from jitmoe.plan.problem import MoeProblem
+from jitmoe.reference_biases import Biases, random_biases
 
 SEEDS = 4  # schedules a case is tried with
 
@@ -68,7 +69,7 @@ REPLACEMENTS = (
 # Terms of addresses and coordinates; each becomes 0.
 TERMS = (
     r"descriptor_step\([^()]*\)",
-    r"\bk \* kBlockK",
+    r"\bk \* kBlockKBytes",
     r"k \* part / parts",
     r"\btask\.k_begin\b",
     r"u64\(tile \* parts\)",
@@ -82,12 +83,12 @@ TERMS = (
     r"u64\(task\.tile\) \* [\w.]+",
     r"u64\(task\.row_start\) \* kMidStride",
     r"task\.row_start \+ i\b",
-    r"share\.first_row \* kBlockK",
+    r"share\.first_row \* kBlockKBytes",
     r"\(kBlockTokens - group \* kWarpgroupTokens\)",
-    r"group \* (?:\([^()]*\)|descriptor_step\(kBlockRows / 2 \* kBlockK\))",
+    r"group \* (?:\([^()]*\)|descriptor_step\(kBlockRows / 2 \* kBlockKBytes\))",
     r"(?<!u32 )kBlockTokens(?= \+ lane_idx)",
-    r"\b(?:same_|extra_)?share\.first_token(?: \* kBlockK)?(?=[;,) +])",
-    r"\bm \* (?:64|32|descriptor_step\(64 \* kBlockK\))",
+    r"\b(?:same_|extra_)?share\.first_token(?: \* kBlockKBytes)?(?=[;,) +])",
+    r"\bm \* (?:64|32|descriptor_step\(64 \* kBlockKBytes\))",
     r"lane \* 16\b",
     r"share\.warp \* (?:8|16)",
     r"\blane / (?:4|8|16) \* 8|\blane / 16 \* 8",
@@ -274,11 +275,11 @@ def layer_of(case: Case) -> reference.Layer:
 
 
 @cache
-def biases_of(case: Case) -> reference.Biases | None:
+def biases_of(case: Case) -> Biases | None:
     plan = case.plan
     if not plan.has_bias:
         return None
-    return reference.random_biases(plan.num_experts, plan.hidden, plan.intermediate, seed=1)
+    return random_biases(plan.num_experts, plan.hidden, plan.intermediate, seed=1)
 
 
 @cache

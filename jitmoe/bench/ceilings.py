@@ -1,4 +1,4 @@
-"""What the card can do in this run: pure read, copy, and dense FP8 GEMM."""
+"""What the card can do in this run: pure read, copy, and dense GEMM."""
 
 from __future__ import annotations
 
@@ -37,14 +37,20 @@ class Ceilings:
 
     fp8_tflops  two-level accumulation, as block scales need: cuBLAS without fast accumulation
     fp8_fast_tflops  cuBLAS with it
-    skipped     why there are no FP8 rates
+    bf16_tflops  cuBLAS
+    skipped     why there are no rates of GEMMs
     """
 
     read_gbps: float
     copy_gbps: float
     fp8_tflops: float | None = None
     fp8_fast_tflops: float | None = None
+    bf16_tflops: float | None = None
     skipped: str | None = None
+
+    def tflops(self, format: str) -> float | None:
+        """The rate of a number format of `plan.formats.FORMATS`, if it was measured."""
+        return self.bf16_tflops if format == "bf16" else self.fp8_tflops
 
 
 def measure(heat: str) -> Ceilings:
@@ -55,7 +61,8 @@ def measure(heat: str) -> Ceilings:
     cupy.get_default_memory_pool().free_all_blocks()
     if reason := no_gemm():
         return Ceilings(read_gbps, copy_gbps, skipped=reason)
-    return Ceilings(read_gbps, copy_gbps, *(_gemm(heat, fast) for fast in (False, True)))
+    kinds = ("fp8", "fp8_fast", "bf16")
+    return Ceilings(read_gbps, copy_gbps, *(_gemm(heat, kind) for kind in kinds))
 
 
 def no_gemm() -> str | None:
@@ -90,19 +97,20 @@ def _memory(heat: str) -> tuple[float, float]:
     return NUM_BYTES / reading * 1e-3, 2 * NUM_BYTES / copying * 1e-3
 
 
-def _gemm(heat: str, fast: bool) -> float:
+def _gemm(heat: str, kind: str) -> float:
     import cupy
     import torch
 
     m, n, k = GEMM
-    a, b = (
-        torch.randn(rows, k, device="cuda", dtype=torch.bfloat16).to(torch.float8_e4m3fn)
-        for rows in (m, n)
-    )
+    dtype = torch.bfloat16 if kind == "bf16" else torch.float8_e4m3fn
+    a, b = (torch.randn(rows, k, device="cuda", dtype=torch.bfloat16).to(dtype) for rows in (m, n))
     one = torch.ones((), device="cuda")
 
     def gemm():
-        torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=fast)
+        if kind == "bf16":
+            return torch.mm(a, b.t())
+        fast = kind == "fp8_fast"
+        return torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
     gemm()
     torch.cuda.synchronize()

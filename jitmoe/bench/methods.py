@@ -13,8 +13,12 @@ from jitmoe.plan.problem import MoeProblem
 from jitmoe.run.workspace import Workspace
 from jitmoe.weights import ExpertWeights
 
-# 2.2e-2 to 2.4e-2 is the format's own noise, a little more where few elements average.
-JITMOE = Peer("jitmoe", is_block_fp8=True, max_error=3e-2)
+# By format. 2.2e-2 to 2.4e-2 is the own noise of FP8, 3e-3 that of bf16, a little more where few
+# elements average.
+JITMOE = {
+    "fp8_block": Peer("jitmoe", is_block_fp8=True, max_error=3e-2),
+    "bf16": Peer("jitmoe", is_block_fp8=False, max_error=5e-3, formats=("bf16",)),
+}
 
 
 @dataclass(frozen=True)
@@ -111,9 +115,22 @@ def _on(stream):
 def _torch_layer(weights: ExpertWeights) -> reference.Layer:
     import torch
 
-    w13, w2, w13_scale, w2_scale = map(torch.from_dlpack, weights.tensors)
-    e4m3 = torch.float8_e4m3fn
-    return reference.Layer(w13.view(e4m3), w13_scale, w2.view(e4m3), w2_scale)
+    w13, w2, w13_scale, w2_scale = weights.tensors
+    scales = (
+        scale if scale is None else torch.from_dlpack(scale) for scale in (w13_scale, w2_scale)
+    )
+    w13_scale, w2_scale = scales
+    return reference.Layer(_torch_codes(w13), w13_scale, _torch_codes(w2), w2_scale)
+
+
+def _torch_codes(codes):
+    """CuPy codes or bits as torch's e4m3 or bf16."""
+    import cupy
+    import torch
+
+    if codes.itemsize == 1:
+        return torch.from_dlpack(codes).view(torch.float8_e4m3fn)
+    return torch.from_dlpack(codes.view(cupy.int16)).view(torch.bfloat16)
 
 
 def _torch_arguments(layer: MoeProblem, call: Call) -> tuple:
@@ -122,9 +139,9 @@ def _torch_arguments(layer: MoeProblem, call: Call) -> tuple:
 
     is_used = (call.topk_ids >= 0) & (call.topk_ids < layer.num_experts)
     ids = cupy.where(is_used, call.topk_ids, cupy.int32(-1))
-    arrays = (call.codes, call.scale, ids, call.topk_weights)
-    codes, *rest = map(torch.from_dlpack, arrays)
-    return codes.view(torch.float8_e4m3fn), *rest
+    scale = None if call.scale is None else torch.from_dlpack(call.scale)
+    rest = map(torch.from_dlpack, (ids, call.topk_weights))
+    return _torch_codes(call.codes), scale, *rest
 
 
 def _bits(y):

@@ -13,15 +13,13 @@ from jitmoe.peers.peer import Peer
 from jitmoe.plan.heuristics import bucket
 from jitmoe.plan.problem import MoeProblem
 
-FORMAT = "fp8_block"
-
 
 @dataclass(frozen=True)
 class Rates:
-    """What floors are made of: GB/s read and FP8 TFLOP/s with two-level accumulation."""
+    """What floors are made of: GB/s read and TFLOP/s of the layer's format."""
 
     read_gbps: float
-    fp8_tflops: float
+    tflops: float
 
 
 @dataclass(frozen=True)
@@ -46,12 +44,12 @@ def rows_of(
     ceilings  of this run, by heat
     """
     layer, work = point.layer, point.work
-    floor = work.floor(rates.read_gbps, rates.fp8_tflops)
+    floor = work.floor(rates.read_gbps, rates.tflops)
     exact, requantized, worst = result.errors or (None, None, None)
     common = {
         "bench": "mega_moe",
         "mode": "graph",
-        "format": FORMAT,
+        "format": layer.format,
         "shape": point.shape,
         "num_ranks": 1,
         "hidden": layer.hidden,
@@ -80,13 +78,15 @@ def rows_of(
         "bound": floor.bound,
     }
     return [
-        common | _timed(heat, times, work, rates, floor.us, ceilings[heat])
+        common | _timed(heat, times, point, rates, floor.us, ceilings[heat])
         for heat, times in (result.times or {next(iter(ceilings)): None}).items()
     ]
 
 
-def _timed(heat: str, times: Times | None, work: Work, rates: Rates, floor_us, ceilings) -> dict:
-    run_floor = work.floor(ceilings.read_gbps, ceilings.fp8_tflops or rates.fp8_tflops)
+def _timed(heat: str, times: Times | None, point: Point, rates: Rates, floor_us, ceilings) -> dict:
+    work = point.work
+    tflops = ceilings.tflops(point.layer.format) or rates.tflops
+    run_floor = work.floor(ceilings.read_gbps, tflops)
     row = {
         "heat": heat,
         "us_median": None,
@@ -101,6 +101,7 @@ def _timed(heat: str, times: Times | None, work: Work, rates: Rates, floor_us, c
         "copy_gbps": round(ceilings.copy_gbps),
         "fp8_tflops": _significant(ceilings.fp8_tflops, 4),
         "fp8_fast_tflops": _significant(ceilings.fp8_fast_tflops, 4),
+        "bf16_tflops": _significant(ceilings.bf16_tflops, 4),
         "fp8_skipped": ceilings.skipped,
     }
     if times is not None:

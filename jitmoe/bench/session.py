@@ -41,7 +41,7 @@ class _Setting:
         return time.monotonic() > self.deadline
 
     def rows(self, point: Point, peer: Peer, result: Result) -> list[dict]:
-        rates = Rates(self.gpu.read_gbps, self.gpu.fp8_tflops)
+        rates = Rates(self.gpu.read_gbps, self.gpu.tflops(point.layer.format))
         return rows_of(point, peer, result, rates, self.ceilings)
 
 
@@ -96,12 +96,15 @@ def _layer_rows(name: str, layer: MoeProblem, setting: _Setting):
         sized = replace(layer, num_tokens=num_tokens)
         ready = _prepare(name, sized, len(weights), codes, setting)
         method = methods.of_jitmoe(sized, ready.calls, weights)
-        result = trial(method, methods.JITMOE, ready.references, setting.protocol)
-        yield from setting.rows(ready.point, methods.JITMOE, result)
+        ours = methods.JITMOE[layer.format]
+        result = trial(method, ours, ready.references, setting.protocol)
+        yield from setting.rows(ready.point, ours, result)
         num_points += 1
         if setting.peers:
             prepared.append(ready)
     for module in setting.peers:
+        if layer.format not in module.PEER.formats:
+            continue
         for ready, result in _peer_results(module, prepared, weights, setting):
             yield from setting.rows(ready.point, module.PEER, result)
         _free()
@@ -134,7 +137,8 @@ def _ceilings_line(heat: str, roof: ceilings.Ceilings) -> str:
     gemm = (
         f"not measured: {roof.skipped}"
         if roof.skipped
-        else f"{roof.fp8_tflops:,.0f} TFLOP/s, {roof.fp8_fast_tflops:,.0f} with fast accumulation"
+        else f"{roof.fp8_tflops:,.0f} TFLOP/s, {roof.fp8_fast_tflops:,.0f} with fast accumulation, "
+        f"in bf16 {roof.bf16_tflops:,.0f}"
     )
     return (
         f"ceilings of this run, {heat}: read {roof.read_gbps:,.0f} GB/s, copy "

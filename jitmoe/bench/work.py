@@ -32,9 +32,9 @@ class Work:
     def num_bytes(self) -> float:
         return self.weight_bytes + self.activation_bytes
 
-    def floor(self, read_gbps: float, fp8_tflops: float) -> Floor:
+    def floor(self, read_gbps: float, tflops: float) -> Floor:
         """The least time at these sustained rates in GB/s and TFLOP/s."""
-        return Floor(self.num_bytes / read_gbps * 1e-3, self.flop / fp8_tflops * 1e-6)
+        return Floor(self.num_bytes / read_gbps * 1e-3, self.flop / tflops * 1e-6)
 
 
 def work_of(layer: MoeProblem, topk_ids: np.ndarray) -> Work:

@@ -10,10 +10,12 @@ import numpy as np
 
 from jitmoe.emulate.compile import executable
 from jitmoe.emulate.run import Array, Rank, TensorMap, launch
+from jitmoe.plan.formats import format_of
 from jitmoe.plan.mega_moe import MegaMoePlan
 from jitmoe.plan.spread import stride
 from jitmoe.plan.variant import DEFAULT, Variant
-from jitmoe.reference import Biases, Layer
+from jitmoe.reference import Layer
+from jitmoe.reference_biases import Biases
 
 _TIMEOUT_US = 30_000_000
 
@@ -21,7 +23,8 @@ _TIMEOUT_US = 30_000_000
 class Call(NamedTuple):
     """Arguments of a launch.
 
-    x             [num_tokens, hidden] bf16 bits (uint16), or (e4m3 codes uint8, scales f32)
+    x             [num_tokens, hidden] bf16 bits (uint16), or (e4m3 codes uint8, scales f32), which
+                  bf16 weights do not take
     topk_ids      [num_tokens, top_k] int32 or int64
     topk_weights  [num_tokens, top_k] float32 or bf16 bits
     late          by name (x, x_scale, topk_ids, topk_weights) what some of them are replaced by
@@ -40,7 +43,7 @@ class EmulatedLayer:
     """A layer, its kernel and its workspace: what outlives a launch.
 
     plan        a MegaMoePlan of the layer's sizes
-    layer       quantised weights, as `reference.random_layer` makes them
+    layer       weights in the plan's format, as `reference.random_layer` makes them
     max_tokens  room in the workspace
     num_blocks  blocks of the cooperative grid
     checked     whether data races and undefined behaviour are looked for: several times slower
@@ -60,7 +63,9 @@ class EmulatedLayer:
         expert_counts: np.ndarray | None = None,
     ):
         self.plan, self.max_tokens, self.num_blocks = plan, max_tokens, num_blocks
-        self.layer = Layer(*(np.ascontiguousarray(part) for part in layer))
+        self.layer = Layer(
+            *(None if part is None else np.ascontiguousarray(part) for part in layer)
+        )
         self.biases = biases and Biases(*map(np.ascontiguousarray, biases))
         self.expert_counts = expert_counts
         self.executable = executable(plan, checked)
@@ -115,7 +120,7 @@ class EmulatedLayer:
 
     def _shared_arrays(self) -> dict[str, Array]:
         """Weights and workspace: the same in all launches of a stream."""
-        arrays = {name: Array(part) for name, part in self.layer._asdict().items()}
+        arrays = {n: Array(part) for n, part in self.layer._asdict().items() if part is not None}
         if self.biases is not None:
             arrays |= {f"{name}_bias": Array(bias) for name, bias in self.biases._asdict().items()}
         if self.expert_counts is not None:
@@ -158,10 +163,8 @@ class EmulatedLayer:
             "x_stride": x.strides[0] if num_tokens else 0,
             "x_scale_token_stride": 0 if x_scale is None else x_scale.strides[0] // 4,
             "x_scale_group_stride": 0 if x_scale is None else x_scale.strides[1] // 4,
-            "w13_scale_expert_stride": layer.w13_scale[0].size,
-            "w2_scale_expert_stride": layer.w2_scale[0].size,
-            "w13_scale_row_stride": layer.w13_scale.shape[2],
-            "w2_scale_row_stride": layer.w2_scale.shape[2],
+            **_scale_strides("w13_scale", layer.w13_scale),
+            **_scale_strides("w2_scale", layer.w2_scale),
             **self._bias_scalars(),
             "y_stride": plan.hidden,
             "num_tokens": num_tokens,
@@ -172,37 +175,45 @@ class EmulatedLayer:
             "ids_are_i64": call.topk_ids.dtype == np.int64,
             "weights_are_bf16": call.topk_weights.dtype == np.uint16,
             "timeout_us": _TIMEOUT_US,
-            **call.variant.scalars,
+            **call.variant.scalars(plan.format),
         }
         late = {n: _span(data) if n.startswith("x") else data for n, data in call.late.items()}
         return Rank(arrays, scalars, self._maps(), self.num_blocks, late), y
 
     def _maps(self) -> dict[str, TensorMap]:
         plan = self.plan
+        size = format_of(plan.format).element_bytes
         half, hidden, experts = plan.intermediate, plan.hidden, plan.num_experts
         channel, up = (2, 1) if plan.interleaved else (1, half)  # rows from one to the next
         maps = {
             "w13_map": TensorMap(
                 "w13",
-                (hidden, 8, 2, half // 8, experts),
-                (channel * hidden, up * hidden, 8 * channel * hidden, 2 * half * hidden),
-                (plan.block_k, 8, 2, plan.block_rows // 16, 1),
+                (size * hidden, 8, 2, half // 8, experts),
+                tuple(size * rows * hidden for rows in (channel, up, 8 * channel, 2 * half)),
+                (plan.block_k_bytes, 8, 2, plan.block_rows // 16, 1),
             ),
             "w2_map": TensorMap(
                 "w2",
-                (half, hidden, experts),
-                (half, hidden * half),
-                (plan.block_k, plan.block_rows, 1),
+                (size * half, hidden, experts),
+                (size * half, size * hidden * half),
+                (plan.block_k_bytes, plan.block_rows, 1),
             ),
         }
         if plan.split_tokens:
             rows = plan.row_capacity(self.max_tokens)
-            for name, width in (("pool", hidden), ("mid", plan.derived_constants["mid_stride"])):
-                for end, box in plan.token_boxes.items():
-                    maps[f"{name}_{end}"] = TensorMap(
-                        name, (width, rows), (width,), (plan.block_k, box)
-                    )
+            channels = {"pool": hidden, "mid": plan.derived_constants["mid_stride"]}
+            for name, width in ((name, size * n) for name, n in channels.items()):
+                for end, rows_of_box in plan.token_boxes.items():
+                    box = (plan.block_k_bytes, rows_of_box)
+                    maps[f"{name}_{end}"] = TensorMap(name, (width, rows), (width,), box)
         return maps
+
+
+def _scale_strides(name: str, scale: np.ndarray | None) -> dict[str, int]:
+    return {
+        f"{name}_expert_stride": 0 if scale is None else scale[0].size,
+        f"{name}_row_stride": 0 if scale is None else scale.shape[2],
+    }
 
 
 def _span(array: np.ndarray) -> np.ndarray:

@@ -19,6 +19,7 @@ from jitmoe.emulate.run import EmulationError
 from jitmoe.plan.mega_moe import MegaMoePlan
 from jitmoe.plan.problem import MoeProblem
 from jitmoe.plan.variant import DEFAULT, Variant
+from jitmoe.reference_biases import Biases, random_biases
 
 ERROR_BOUND = 5e-3  # bf16 slices and sums; the emulated tensor cores add exactly
 ELEMENT_BOUND = 0.25  # four re-quantised codes on the other side of a tie in one sum
@@ -43,7 +44,7 @@ class Session:
     num_blocks: int
     checked: bool
     variant: Variant
-    biases: reference.Biases | None = None
+    biases: Biases | None = None
 
 
 @dataclass(frozen=True)
@@ -92,12 +93,12 @@ def open_session(
         num_tokens, plan.hidden, plan.num_experts, plan.top_k, seed=1, routing=routing
     )
     executable(plan, checked)  # before the weights, which may take long: it may be refused
-    layer = reference.random_layer(*sizes, seed=0)
+    layer = reference.random_layer(*sizes, seed=0, format=plan.format)
     call = tokens.x, None, *tokens[1:], *layer
     options = vars(variant).copy()
     biases = None
     if options.pop("has_bias"):
-        biases = reference.random_biases(*sizes, seed=2)
+        biases = random_biases(*sizes, seed=2)
         options |= {"w13_bias": biases.w13, "w2_bias": biases.w2}
     ref = reference.mega_moe(*call, requantize=True, **options)
     x = tokens.x.astype(ml_dtypes.bfloat16).view(np.uint16)

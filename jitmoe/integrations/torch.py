@@ -7,19 +7,20 @@ from __future__ import annotations
 from contextlib import nullcontext
 from functools import lru_cache
 
-import ml_dtypes
 import torch
 
 from jitmoe import Activation, ExpertWeights
 from jitmoe import mega_moe as launch
+from jitmoe.integrations.torch_memory import Memory, host
 
 MAX_LAYERS = 1024  # remembered; then the one not called for longest is read again
 
 _INPUTS = ("x", "topk_ids", "topk_weights", "w13", "w2", "w13_scale", "w2_scale", "x_scale")
 _INPUTS += ("w13_bias", "w2_bias")
 _SCHEMA = (
-    "Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w13, Tensor w2, Tensor w13_scale, "
-    "Tensor w2_scale, Tensor? x_scale=None, Tensor? w13_bias=None, Tensor? w2_bias=None, "
+    "Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w13, Tensor w2, "
+    "Tensor? w13_scale=None, Tensor? w2_scale=None, Tensor? x_scale=None, "
+    "Tensor? w13_bias=None, Tensor? w2_bias=None, "
     'str backend="cuda", str activation="swiglu", '
     "float? alpha=None, float? limit=None, float? up_offset=None, "
     "float routed_scaling_factor=1.0, bool apply_router_weight_on_input=False, "
@@ -35,8 +36,8 @@ def mega_moe(
     topk_weights: torch.Tensor,
     w13: torch.Tensor,
     w2: torch.Tensor,
-    w13_scale: torch.Tensor,
-    w2_scale: torch.Tensor,
+    w13_scale: torch.Tensor | None = None,
+    w2_scale: torch.Tensor | None = None,
     *,
     x_scale: torch.Tensor | None = None,
     w13_bias: torch.Tensor | None = None,
@@ -52,12 +53,13 @@ def mega_moe(
 ) -> torch.Tensor:
     """`jitmoe.mega_moe` as a PyTorch operator, on the current stream of the tensors' GPU.
 
-    x             [num_tokens, hidden] bf16, or e4m3 with x_scale f32 [num_tokens, hidden / 128]
+    x             [num_tokens, hidden] bf16, or, for FP8 weights, e4m3 with x_scale f32
+                  [num_tokens, hidden / 128]
     topk_ids      [num_tokens, top_k] int32 or int64; an id outside [first_expert, first_expert +
                   num_experts) is an unused slot
     topk_weights  [num_tokens, top_k] f32 or bf16
     w13 to w2_scale  the tensors of `jitmoe.ExpertWeights`, used in place; scales may be e8m0 as
-                  well, of which a copy in f32 is kept with the tensor
+                  well, of which a copy in f32 is kept with the tensor; bf16 weights have none
     w13_bias, w2_bias, gate_up  as in `jitmoe.ExpertWeights`
     activation to first_expert  as in `jitmoe.mega_moe`
     expert_counts [num_experts] int32, to which the routed pairs of each expert are added
@@ -173,8 +175,8 @@ def _run(
     topk_weights,
     w13,
     w2,
-    w13_scale,
-    w2_scale,
+    w13_scale=None,
+    w2_scale=None,
     x_scale=None,
     w13_bias=None,
     w2_bias=None,
@@ -194,7 +196,7 @@ def _run(
     if w13_bias is not None or w2_bias is not None:
         weights += (w13_bias, w2_bias)
     if backend == "emulated":
-        read, weights = _host, _wrap(_host, weights, gate_up)
+        read, weights = host, _wrap(host, weights, gate_up)
     elif backend == "cuda":
         read, weights = _as_is, _known_weights(gate_up, *map(_place, weights))
     else:
@@ -229,13 +231,13 @@ def _activation(kind: str, *numbers: float | None) -> Activation | str:
 _E8M0 = getattr(torch, "float8_e8m0fnu", None)  # PyTorch 2.7 and later
 
 
-def _f32(scale: torch.Tensor) -> torch.Tensor:
+def _f32(scale: torch.Tensor | None) -> torch.Tensor | None:
     """Scales in e8m0 as f32, made once and kept with the tensor; others as they are.
 
     They are made anew where the tensor lies elsewhere or was written since, but a write through
     `.data` leaves no trace.
     """
-    if scale.dtype != _E8M0:
+    if scale is None or scale.dtype != _E8M0:
         return scale
     if scale.is_inference():  # has no version
         return _widened(scale)
@@ -257,23 +259,6 @@ def _as_is(tensor: torch.Tensor, name: str) -> torch.Tensor:
     return tensor
 
 
-def _host(tensor: torch.Tensor, name: str):
-    """A tensor on the CPU as a NumPy array of the same memory, by ml_dtypes where NumPy has no such
-    type.
-    """
-    if tensor.device.type != "cpu":
-        raise TypeError(
-            f'{name} must be on the CPU for backend="emulated", got a tensor on {tensor.device}; '
-            'move it with .cpu(), or leave backend="cuda"'
-        )
-    tensor = tensor.detach()
-    kind = getattr(ml_dtypes, str(tensor.dtype).removeprefix("torch."), None)
-    if kind is None:
-        return tensor.numpy()
-    bits = torch.uint8 if tensor.element_size() == 1 else torch.uint16
-    return tensor.view(bits).numpy().view(kind)
-
-
 def _place(tensor: torch.Tensor | None) -> tuple | None:
     """All that a kernel knows of a tensor of weights."""
     if tensor is None:
@@ -290,43 +275,15 @@ def _known_weights(gate_up: str, *places: tuple | None) -> ExpertWeights:
     be written; memory that was freed and given to another layer of the same layout serves that one.
     No tensor is held, so a model's memory is free as soon as its owner lets go of it.
     """
-    return _wrap(_Memory, places, gate_up)
+    return _wrap(Memory, places, gate_up)
 
 
 def _wrap(read, weights: tuple, gate_up: str) -> ExpertWeights:
-    """ExpertWeights of what `read` makes of each, biases last."""
-    biases = zip(weights[4:], _INPUTS[8:], strict=False)
-    named = {name: None if bias is None else read(bias, name) for bias, name in biases}
-    return ExpertWeights(*map(read, weights[:4], _INPUTS[3:7]), **named, gate_up=gate_up)
-
-
-_TYPES = {torch.float8_e4m3fn: ("|u1", 1), torch.uint8: ("|u1", 1), torch.float32: ("<f4", 4)}
-_BIAS_TYPES = {torch.bfloat16: ("<u2", 2), torch.float32: ("<f4", 4)}
-
-
-class _Memory:
-    """A tensor's place for `ExpertWeights`, without a hold on the tensor."""
-
-    def __init__(self, place: tuple, name: str):
-        address, shape, strides, dtype, device = place
-        if device.type != "cuda":
-            raise TypeError(
-                f'{name} must be on a GPU for backend="cuda", got a tensor on {device}; move it '
-                'with .cuda(), or run the kernel on this CPU with backend="emulated"'
-            )
-        types, allowed = _TYPES, "f32" if "scale" in name else "e4m3 or u8"
-        if "bias" in name:
-            types, allowed = _BIAS_TYPES, "bf16 or f32"
-        if dtype not in types:
-            raise ValueError(
-                f"{name} must have dtype {allowed}, "
-                f"got {str(dtype).removeprefix('torch.')}; convert or view it"
-            )
-        typestr, itemsize = types[dtype]
-        self.__cuda_array_interface__ = {
-            "version": 3,
-            "data": (address, False),
-            "shape": tuple(shape),
-            "strides": tuple(stride * itemsize for stride in strides),
-            "typestr": typestr,
-        }
+    """ExpertWeights of what `read` makes of each that is given, biases last."""
+    names = (*_INPUTS[3:7], *_INPUTS[8:])
+    arrays = [
+        None if given is None else read(given, name)
+        for given, name in zip(weights, names, strict=False)
+    ]
+    biases = dict(zip(names[4:], arrays[4:], strict=False))
+    return ExpertWeights(*arrays[:4], **biases, gate_up=gate_up)

@@ -34,8 +34,8 @@ _NEEDS = (
 
 
 def register(backend: str = "cuda") -> None:
-    """Put "jitmoe" into both registries of transformers: that of FP8 experts, which it runs, and
-    that of the others, which it refuses.
+    """Put "jitmoe" into both registries of transformers: that of FP8 experts, and that of the
+    others, of which it runs those in bf16.
 
     backend  as in `jitmoe.integrations.torch.mega_moe`
 
@@ -46,7 +46,7 @@ def register(backend: str = "cuda") -> None:
     if backend not in ("cuda", "emulated"):
         raise ValueError(f'backend must be "cuda" or "emulated", got {backend!r}')
     finegrained_fp8.FP8ExpertsInterface.register(NAME, partial(fp8_experts, backend=backend))
-    moe.ExpertsInterface.register(NAME, refuse_experts)
+    moe.ExpertsInterface.register(NAME, partial(bf16_experts, backend=backend))
 
 
 def fp8_experts(
@@ -69,40 +69,53 @@ def fp8_experts(
     for, and what `jitmoe.integrations.torch.mega_moe` raises.
     """
     activation = _check(module, hidden_states)
-    return mega_moe(
-        hidden_states.contiguous(),
-        top_k_index.contiguous(),
-        top_k_weights.contiguous(),
-        module.gate_up_proj,
-        module.down_proj,
-        module.gate_up_proj_scale_inv,
-        module.down_proj_scale_inv,
-        activation=activation,
-        backend=backend,
-    )
-
-
-def refuse_experts(module, hidden_states, top_k_index, top_k_weights) -> torch.Tensor:
-    """The forward of experts that are not block FP8. Raises NotImplementedError."""
-    raise NotImplementedError(
-        f'{_named(module)}: experts_implementation="{NAME}" needs block-FP8 weights, got '
-        f'{_dtype(next(module.parameters()))}; load an FP8 checkpoint, or choose "grouped_mm"'
-    )
-
-
-def _check(module, hidden_states) -> Activation | str:
-    """The activation of `module`. Raises NotImplementedError unless the kernel computes what it
-    does.
-    """
-    for name, allowed, instead in _NEEDS:
-        got = getattr(module, name, allowed)
-        if got != allowed:
-            _refuse(module, f"{name} {allowed}", got, f'choose "{instead}"')
     if tuple(module.block_size or ()) != (128, 128):
         _refuse(module, "block_size (128, 128)", module.block_size, 'choose "grouped_mm"')
     if module.gate_up_proj.dtype != torch.float8_e4m3fn:
         got = _dtype(module.gate_up_proj)
         _refuse(module, "weights in float8_e4m3fn", got, 'choose "deepgemm" for FP4, else "eager"')
+    scales = module.gate_up_proj_scale_inv, module.down_proj_scale_inv
+    given = hidden_states, top_k_index, top_k_weights
+    return _run(module, given, scales, activation, backend)
+
+
+def bf16_experts(
+    module: torch.nn.Module,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    *,
+    backend: str = "cuda",
+) -> torch.Tensor:
+    """The forward of an experts module whose weights are bf16, as `fp8_experts`."""
+    activation = _check(module, hidden_states)
+    if module.gate_up_proj.dtype != torch.bfloat16:
+        got = _dtype(module.gate_up_proj)
+        remedy = "load the model with dtype=torch.bfloat16, or an FP8 checkpoint"
+        _refuse(module, "weights in bfloat16 or block FP8", got, remedy)
+    given = hidden_states, top_k_index, top_k_weights
+    return _run(module, given, (), activation, backend)
+
+
+def _run(module, given, scales, activation, backend) -> torch.Tensor:
+    return mega_moe(
+        *(tensor.contiguous() for tensor in given),
+        module.gate_up_proj,
+        module.down_proj,
+        *scales,
+        activation=activation,
+        backend=backend,
+    )
+
+
+def _check(module, hidden_states) -> Activation | str:
+    """The activation of `module`. Raises NotImplementedError unless the kernel computes what it
+    does, whatever the format of its weights.
+    """
+    for name, allowed, instead in _NEEDS:
+        got = getattr(module, name, allowed)
+        if got != allowed:
+            _refuse(module, f"{name} {allowed}", got, f'choose "{instead}"')
     if hidden_states.dtype != torch.bfloat16:
         got = _dtype(hidden_states)
         _refuse(module, "activations in bfloat16", got, "load the model with dtype=torch.bfloat16")

@@ -7,7 +7,8 @@ prepare     (weights) -> call: `weights`, torch tensors in the order of `referen
             [num_tokens, hidden] enqueues on torch's current stream and may be captured
 
 x is e4m3 [num_tokens, hidden], x_scale f32 [num_tokens, hidden / 128], topk_ids int32 and
-topk_weights f32 [num_tokens, top_k]; the id -1 is an unused slot.
+topk_weights f32 [num_tokens, top_k]; the id -1 is an unused slot. With bf16 weights, x is bf16 and
+all scales are None.
 """
 
 from __future__ import annotations

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from jitmoe.peers.peer import Peer
 
-PEER = Peer("torch grouped_mm (bf16)", is_block_fp8=False, max_error=1e-2)
+PEER = Peer(
+    "torch grouped_mm (bf16)", is_block_fp8=False, max_error=1e-2, formats=("fp8_block", "bf16")
+)
 
 
 def available() -> str | None:
@@ -34,7 +36,10 @@ def prepare(weights):
 
     def call(x, x_scale, topk_ids, topk_weights):
         pairs = steps.sort_pairs(topk_ids, len(w13))
-        rows, _ = steps.gather(x, x_scale, pairs.tokens, quantize=False)
+        if x_scale is None:
+            rows = x.index_select(0, pairs.tokens)
+        else:
+            rows, _ = steps.gather(x, x_scale, pairs.tokens, quantize=False)
         gate_up = grouped_mm(rows, w13.transpose(1, 2), offs=pairs.ends)
         mid, _ = steps.swiglu(gate_up, quantize=False)
         y = grouped_mm(mid, w2.transpose(1, 2), offs=pairs.ends)

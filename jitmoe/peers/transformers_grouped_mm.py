@@ -6,7 +6,12 @@ from types import SimpleNamespace
 
 from jitmoe.peers.peer import Peer
 
-PEER = Peer("transformers grouped_mm (bf16)", is_block_fp8=False, max_error=1.5e-2)
+PEER = Peer(
+    "transformers grouped_mm (bf16)",
+    is_block_fp8=False,
+    max_error=1.5e-2,
+    formats=("fp8_block", "bf16"),
+)
 
 
 def available() -> str | None:
@@ -43,7 +48,9 @@ def prepare(weights):
 
     def call(x, x_scale, topk_ids, topk_weights):
         # It takes bf16 tokens, and for an unused slot the id num_experts.
-        rows = (x.float() * x_scale.repeat_interleave(BLOCK, 1)).bfloat16()
+        rows = x
+        if x_scale is not None:
+            rows = (x.float() * x_scale.repeat_interleave(BLOCK, 1)).bfloat16()
         ids = torch.where(topk_ids >= 0, topk_ids, num_experts)
         return grouped_mm_experts_forward(module, rows, ids, topk_weights.bfloat16())
 

@@ -7,7 +7,9 @@ E4M3_MAX = 448.0
 
 
 def dequantized(codes, scale):
-    """e4m3 [experts, rows, cols] with scales of blocks of 128 x 128, as bf16."""
+    """e4m3 [experts, rows, cols] with scales of blocks of 128 x 128, as bf16; bf16 as it is."""
+    if scale is None:
+        return codes
     import torch
 
     out = torch.empty(codes.shape, dtype=torch.bfloat16, device=codes.device)

@@ -10,8 +10,8 @@ class GpuSpec:
     """Capacities and sustained rates of one GPU.
 
     `read_gbps` is the sustained read bandwidth of device memory in GB/s and `fp8_tflops` the
-    sustained dense FP8 rate with two-level accumulation in TFLOP/s; `measured` tells measured rates
-    from those scaled from a datasheet.
+    sustained dense FP8 rate with two-level accumulation in TFLOP/s, `bf16_tflops` that of bf16;
+    `measured` tells measured rates from those scaled from a datasheet.
     """
 
     name: str
@@ -20,8 +20,13 @@ class GpuSpec:
     smem_bytes: int
     read_gbps: float
     fp8_tflops: float
+    bf16_tflops: float
     l2_bytes: int
     measured: bool = False
+
+    def tflops(self, format: str) -> float:
+        """The sustained dense rate of a number format of `formats.FORMATS`."""
+        return self.bf16_tflops if format == "bf16" else self.fp8_tflops
 
     @property
     def compute_capability(self) -> tuple[int, int]:
@@ -34,14 +39,16 @@ KERNEL_ARCHS = ("sm_90a",)  # architectures that kernels exist for
 HOPPER_SMEM_BYTES = 232_448  # opt-in maximum of one CTA, sm_90 and sm_100 alike
 
 # Rates of the H200: pure read and two-level FP8 measured on one card, 2026-11-29 (README, "measured
-# facts"). The others are datasheet figures times the fraction the H200 reaches: 4645/4800 of
-# memory, 1440/1979 of FP8.
+# facts"), and bf16 of a matmul of random numbers. The others are datasheet figures times the
+# fraction the H200 reaches: 4645/4800 of memory, 1440/1979 of FP8, 788/989 of bf16.
 GPUS = {
-    "h200": GpuSpec("H200", "sm_90a", 132, HOPPER_SMEM_BYTES, 4645, 1440, 60 << 20, measured=True),
-    "h100-sxm": GpuSpec("H100 SXM", "sm_90a", 132, HOPPER_SMEM_BYTES, 3240, 1440, 50 << 20),
-    "h100-pcie": GpuSpec("H100 PCIe", "sm_90a", 114, HOPPER_SMEM_BYTES, 1935, 1100, 50 << 20),
-    "h20": GpuSpec("H20", "sm_90a", 78, HOPPER_SMEM_BYTES, 3870, 215, 60 << 20),
-    "b200": GpuSpec("B200", "sm_100a", 148, HOPPER_SMEM_BYTES, 7740, 3270, 126 << 20),
+    "h200": GpuSpec(
+        "H200", "sm_90a", 132, HOPPER_SMEM_BYTES, 4645, 1440, 788, 60 << 20, measured=True
+    ),
+    "h100-sxm": GpuSpec("H100 SXM", "sm_90a", 132, HOPPER_SMEM_BYTES, 3240, 1440, 788, 50 << 20),
+    "h100-pcie": GpuSpec("H100 PCIe", "sm_90a", 114, HOPPER_SMEM_BYTES, 1935, 1100, 602, 50 << 20),
+    "h20": GpuSpec("H20", "sm_90a", 78, HOPPER_SMEM_BYTES, 3870, 215, 118, 60 << 20),
+    "b200": GpuSpec("B200", "sm_100a", 148, HOPPER_SMEM_BYTES, 7740, 3270, 1790, 126 << 20),
 }
 
 

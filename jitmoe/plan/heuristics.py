@@ -5,8 +5,9 @@ Every threshold says what it was measured on.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from jitmoe.plan.formats import format_of
 from jitmoe.plan.gpu import GpuSpec
 from jitmoe.plan.mega_moe import MegaMoePlan
 from jitmoe.plan.plan import PlanError
@@ -57,7 +58,7 @@ def floor(problem: MoeProblem, gpu: GpuSpec) -> Floor:
     GEMMs.
     """
     num_bytes = problem.num_active_experts * problem.expert_bytes + problem.activation_bytes
-    return Floor(num_bytes / gpu.read_gbps * 1e-3, problem.flop / gpu.fp8_tflops * 1e-6)
+    return Floor(num_bytes / gpu.read_gbps * 1e-3, problem.flop / gpu.tflops(problem.format) * 1e-6)
 
 
 def bucket(problem: MoeProblem) -> str:
@@ -85,6 +86,7 @@ def choose(problem: MoeProblem, gpu: GpuSpec, **variant) -> MegaMoePlan:
             unroll_k=_unroll_k(name, problem, has_bias),
             num_task_slots=num_task_slots,
             extra_tokens=EXTRA_TOKENS if name == "prefill" and not has_bias else 0,
+            format=problem.format,
             **variant,
         )
         if plan.smem.num_bytes <= gpu.smem_bytes:
@@ -99,8 +101,11 @@ def _unroll_k(name: str, problem: MoeProblem, has_bias: bool) -> int:
     8 is 0.8 % quicker than 4 on S1 at 8192 tokens, 0.3 % at 2048 (H200, 2026-11-29), and spills at
     some sizes; so does 2 beyond 16 slots, where the code around the loop is longest. Tiles of 16
     k-blocks and fewer (S2) are 2 to 3 % quicker with 1; in decode 2 and 4 are no quicker than 1, or
-    3 % slower at 512 tokens of S2 (H200, 2026-11-30). With biases 4 spills at some sizes.
+    3 % slower at 512 tokens of S2 (H200, 2026-11-30). With biases 4 spills at some sizes. Sums in
+    bf16 need no promotion: their loop keeps the tensor cores busy as it is.
     """
+    if not format_of(problem.format).quantizes:
+        return 1
     is_short = problem.hidden <= 16 * QUANT_GROUP
     if name == "decode" or is_short or problem.top_k > 16:
         return 1
@@ -114,9 +119,7 @@ def plans_of_model(problem: MoeProblem, gpu: GpuSpec, **variant) -> dict[str, Me
     """
     plans = {}
     for num_tokens in (1, MAX_TOKENS):
-        sized = MoeProblem(
-            num_tokens, problem.hidden, problem.intermediate, problem.num_experts, problem.top_k
-        )
+        sized = replace(problem, num_tokens=num_tokens)
         plans.setdefault(bucket(sized), choose(sized, gpu, **variant))
     return plans
 
@@ -128,8 +131,6 @@ def decode_limit(problem: MoeProblem) -> int:
     low, high = 0, MAX_TOKENS
     while low < high:
         middle = (low + high + 1) // 2
-        sized = MoeProblem(
-            middle, problem.hidden, problem.intermediate, problem.num_experts, problem.top_k
-        )
+        sized = replace(problem, num_tokens=middle)
         low, high = (middle, high) if bucket(sized) == "decode" else (low, middle - 1)
     return low

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from jitmoe.plan import mega_moe_params, variant
+from jitmoe.plan import mega_moe_params, mega_moe_scratch, variant
+from jitmoe.plan.formats import format_of
 from jitmoe.plan.gpu import KERNEL_ARCHS, GpuSpec
 from jitmoe.plan.memory_map import MemoryMap, Region, align, ceil_div
 from jitmoe.plan.plan import WARP_THREADS, Param, Plan, PlanError, Role
@@ -44,10 +45,11 @@ class MegaMoePlan(Plan):
     weight_on_input: bool = False
     interleaved: bool = False
     has_bias: bool = False
+    format: str = "fp8_block"
 
     name = "mega_moe"
     block_rows = 256
-    block_k = QUANT_GROUP
+    block_k_bytes = 128  # of a row in a k-block: the swizzle's span
     num_gather_warps = 2
     num_math_warps = 8
     trace_capacity = 8192  # stamps of a warp that are kept, the newest
@@ -59,6 +61,15 @@ class MegaMoePlan(Plan):
         return self.bucket == "prefill"
 
     @property
+    def block_k(self) -> int:
+        return self.block_k_bytes // format_of(self.format).element_bytes
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether tokens and what is between the GEMMs are rounded to FP8 codes with scales."""
+        return format_of(self.format).quantizes
+
+    @property
     def block_tokens(self) -> int:
         return 128 if self.split_tokens else 64
 
@@ -67,7 +78,7 @@ class MegaMoePlan(Plan):
         may start while the launch before them in the stream ends.
         """
         local = not self.split_tokens and num_tokens * self.top_k <= self.num_local_pairs
-        return not local or x_is_bf16
+        return not local or (x_is_bf16 and self.quantizes)
 
     @property
     def tile_tokens(self) -> int:
@@ -84,12 +95,12 @@ class MegaMoePlan(Plan):
 
     @property
     def roles(self) -> tuple[Role, ...]:
-        regs = self.producer_regs
+        regs, scales = self.producer_regs, " and scales" * self.quantizes
         load = Role("load", 1, regs, "TMA: weight tiles into the ring")
         schedule = Role("schedule", 1, regs, "claim tasks, publish them and their token rows")
-        gather = Role("gather", self.num_gather_warps, regs, "token rows and scales into the ring")
-        feed = Role("feed", 1, regs, "TMA: token tiles and scales into the ring")
-        jobs = f"GEMMs, {variant.FUNCTIONS[self.activation]}, re-quantise"
+        gather = Role("gather", self.num_gather_warps, regs, f"token rows{scales} into the ring")
+        feed = Role("feed", 1, regs, f"TMA: token tiles{scales} into the ring")
+        jobs = f"GEMMs, {variant.FUNCTIONS[self.activation]}{', re-quantise' * self.quantizes}"
         jobs += ", combine" if self.split_tokens else ""
         math = Role("math", self.num_math_warps, self.math_regs, jobs)
         if self.split_tokens:
@@ -100,7 +111,7 @@ class MegaMoePlan(Plan):
 
     @property
     def num_k_blocks_1(self) -> int:
-        return self.hidden // self.block_k
+        return ceil_div(self.hidden, self.block_k)
 
     @property
     def num_k_blocks_2(self) -> int:
@@ -121,7 +132,9 @@ class MegaMoePlan(Plan):
             "block_tokens": self.block_tokens,
             "tile_tokens": self.tile_tokens,
             "block_rows": self.block_rows,
-            "block_k": self.block_k,
+            "block_k_bytes": self.block_k_bytes,
+            "element_bytes": format_of(self.format).element_bytes,
+            "quantizes": int(self.quantizes),
             "max_blocks": self.max_blocks,
             "split_tokens": int(self.split_tokens),
             "num_gather_warps": 0 if self.split_tokens else self.num_gather_warps,
@@ -133,8 +146,8 @@ class MegaMoePlan(Plan):
             "mid_stride": align(self.intermediate, QUANT_GROUP),
             "row_align": self.row_align,
             "x_quant_scale_stride": align(self.num_k_blocks_1, 8),
-            "weight_tile_bytes": self.block_rows * self.block_k,
-            "token_tile_bytes": self.tile_tokens * self.block_k,
+            "weight_tile_bytes": self.block_rows * self.block_k_bytes,
+            "token_tile_bytes": self.tile_tokens * self.block_k_bytes,
             # A block of w13_scale can hold ends of gate and of up, unless their rows alternate.
             "up_block_offset": self.intermediate // QUANT_GROUP,
             "up_block_rest": 0 if self.interleaved else self.intermediate % QUANT_GROUP,
@@ -150,7 +163,7 @@ class MegaMoePlan(Plan):
             f"schedule -> load, {feeder}, deliver, math",
             f"load, {feeder}, deliver, math -> schedule",
         )
-        weight_tile, token_tile = self.block_rows * self.block_k, tokens * self.block_k
+        weight_tile, token_tile = (n * self.block_k_bytes for n in (self.block_rows, tokens))
         transpose = 2048 if self.split_tokens else 1024  # 16 rows of 128 bytes; 32 of 2 x 16
         regions = [
             Region("weight_tiles", "u8", (stages, weight_tile), 1024, "load -> math"),
@@ -213,38 +226,7 @@ class MegaMoePlan(Plan):
 
     def scratch(self, num_tokens: int) -> MemoryMap:
         """Regions of a workspace that hold nothing between launches."""
-        tokens, c = max(num_tokens, 1), self.derived_constants
-        pairs, rows = tokens * self.top_k, self.row_capacity(num_tokens)
-        if self.split_tokens:
-            x = (
-                Region("pool", "u8", (rows, self.hidden), 256),
-                Region("pool_scale", "f32", (self.num_k_blocks_1, rows), 256),
-            )
-        else:
-            x = (
-                Region("pool", "u8", (tokens, self.hidden), 256),
-                Region("pool_scale", "f32", (tokens, c["x_quant_scale_stride"]), 256),
-            )
-        return MemoryMap(
-            (
-                *x,
-                Region("row_pairs", "u32", (rows,), 256),
-                Region("mid", "u8", (rows, c["mid_stride"]), 256),
-                Region("mid_scale", "f32", (self.num_k_blocks_2, rows), 256),
-                Region("slices", "u16", (pairs, self.hidden), 256),
-                Region("parts", "f32", self.parts_shape, 256),
-                *([self.trace_rings(self.max_blocks)] if self.trace else []),
-            )
-        )
-
-    @property
-    def parts_shape(self) -> tuple[int, ...]:
-        """Decode: sums of tiles in parts, by GEMM, part, and as math's threads hold them.
-
-        At most half as many tiles as blocks are in parts, and then no more parts than blocks.
-        """
-        blocks = 0 if self.split_tokens else self.max_blocks
-        return 2, blocks, self.block_rows * self.block_tokens
+        return mega_moe_scratch.scratch(self, num_tokens)
 
     def trace_rings(self, num_blocks: int) -> Region:
         """A traced kernel's stamps, of 4 words, by block and warp: templates/device/stamps.cuh."""
@@ -288,7 +270,7 @@ class MegaMoePlan(Plan):
             raise PlanError(f"bucket must be decode or prefill, got {self.bucket!r}")
         try:
             variant.check_function(self.activation)
-            MoeProblem(0, self.hidden, self.intermediate, self.num_experts, self.top_k)
+            MoeProblem(0, self.hidden, self.intermediate, self.num_experts, self.top_k, self.format)
         except ValueError as error:
             raise PlanError(str(error)) from None
         if self.num_stages < 3:

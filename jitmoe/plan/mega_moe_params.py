@@ -27,11 +27,17 @@ def params(trace: bool, has_bias: bool) -> tuple[Param, ...]:
         Param("x_scale", "const float*", "[num_tokens, hidden/128], e4m3 only"),
         Param("topk_ids", "const u8*", "[num_tokens, top_k] i32 or i64"),
         Param("topk_weights", "const u8*", "[num_tokens, top_k] f32 or bf16"),
-        Param("w13_scale", "const float*", "[num_experts, ceil(2*intermediate/128), hidden/128]"),
-        Param("w2_scale", "const float*", "[num_experts, hidden/128, ceil(intermediate/128)]"),
+        Param(
+            "w13_scale",
+            "const float*",
+            "[num_experts, ceil(2*intermediate/128), hidden/128] or null",
+        ),
+        Param(
+            "w2_scale", "const float*", "[num_experts, hidden/128, ceil(intermediate/128)] or null"
+        ),
         Param("y", "u16*", "[num_tokens, hidden] bf16"),
         Param("expert_counts", "u32*", "[num_experts] i32, or null"),
-        Param("pool", "u8*", "scratch: decode, x quantised; prefill, its rows by expert"),
+        Param("pool", "u8*", "scratch: decode, x if quantised here; prefill, its rows by expert"),
         Param("pool_scale", "float*", "scratch: [token][group]; prefill, [group][row]"),
         Param("row_pairs", "u32*", "scratch"),
         Param("mid", "u8*", "scratch"),
@@ -63,6 +69,6 @@ def params(trace: bool, has_bias: bool) -> tuple[Param, ...]:
         Param("alpha", "f32", "of the clamped activation"),
         Param("limit", "f32", "of the clamped activation"),
         Param("up_offset", "f32", "of the clamped activation"),
-        Param("mid_scale_unit", "f32", "routed_scaling_factor / 448"),
+        Param("mid_scale_unit", "f32", "routed_scaling_factor / 448; bf16, routed_scaling_factor"),
         Param("first_expert", "u32", "id of expert 0 of the weights"),
     )

@@ -102,7 +102,7 @@ class ModelShape:
                 f"got {self.top_k}"
             )
 
-    def problem(self, num_tokens: int, ep: int = 1) -> MoeProblem:
+    def problem(self, num_tokens: int, ep: int = 1, format: str = "fp8_block") -> MoeProblem:
         """The call of one rank out of `ep` that share the experts evenly (expert parallelism).
 
         A rank holds num_experts / ep experts and top_k stays: with ep ranks each sending
@@ -111,7 +111,8 @@ class ModelShape:
         It hits slightly more experts than true routing when tokens are few: 8 instead of 7.2 of
         32 for DeepSeek-V3, ep=8 and one token a rank.
 
-        Raises ValueError if ep does not divide num_experts, or for what `MoeProblem` refuses.
+        `format` is of the weights. Raises ValueError if ep does not divide num_experts, or for
+        what `MoeProblem` refuses.
         """
         if not isinstance(ep, int) or ep < 1 or self.num_experts % ep:
             raise ValueError(
@@ -119,7 +120,7 @@ class ModelShape:
                 "choose a number of ranks that shares them evenly"
             )
         num_local = self.num_experts // ep
-        return MoeProblem(num_tokens, self.hidden, self.intermediate, num_local, self.top_k)
+        return MoeProblem(num_tokens, self.hidden, self.intermediate, num_local, self.top_k, format)
 
 
 @cache

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from numbers import Integral
 
+from jitmoe.plan.formats import format_of
+
 MAX_TOKENS = 262_144
 MAX_EXPERTS = 1_024
 MAX_TOP_K = 32
@@ -18,10 +20,11 @@ class MoeProblem:
     """One mixture-of-experts layer call.
 
     num_tokens    rows of x (0 to 262,144)
-    hidden        columns of x, a multiple of 128 up to 16,384
+    hidden        columns of x, a multiple of 128 (bf16: of 16) up to 16,384
     intermediate  channels of an expert between its two GEMMs, a multiple of 16 up to 32,768
     num_experts   experts held here, 1 to 1,024
     top_k         slots a token has, 1 to 32
+    format        of the weights: one of formats.FORMATS
 
     Raises ValueError with got, allowed and remedy.
     """
@@ -31,6 +34,7 @@ class MoeProblem:
     intermediate: int
     num_experts: int
     top_k: int
+    format: str = "fp8_block"
 
     def __post_init__(self):
         _check_range(
@@ -42,10 +46,11 @@ class MoeProblem:
         _check_range(
             "top_k", self.top_k, 1, MAX_TOP_K, "split the slots over two calls and add the results"
         )
-        _check_multiple("hidden", self.hidden, QUANT_GROUP, MAX_HIDDEN)
+        _check_multiple("hidden", self.hidden, format_of(self.format).hidden_step, MAX_HIDDEN)
         _check_multiple("intermediate", self.intermediate, 16, MAX_INTERMEDIATE)
         for field in fields(self):  # a NumPy integer would overflow in the products below
-            object.__setattr__(self, field.name, int(getattr(self, field.name)))
+            if field.name != "format":
+                object.__setattr__(self, field.name, int(getattr(self, field.name)))
 
     @property
     def num_pairs(self) -> int:
@@ -64,16 +69,21 @@ class MoeProblem:
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of one expert's e4m3 weights and f32 block scales."""
+        """Bytes of one expert's weights and f32 block scales."""
+        weights = 3 * self.hidden * self.intermediate
+        if not format_of(self.format).quantizes:
+            return format_of(self.format).element_bytes * weights
         blocks = _blocks(2 * self.intermediate) * _blocks(self.hidden)
         blocks += _blocks(self.hidden) * _blocks(self.intermediate)
-        return 3 * self.hidden * self.intermediate + 4 * blocks
+        return weights + 4 * blocks
 
     @property
     def activation_bytes(self) -> int:
-        """Bytes of x (e4m3 and scales), ids, router weights and y."""
-        per_token = self.hidden + 4 * self.hidden // QUANT_GROUP + 8 * self.top_k + 2 * self.hidden
-        return self.num_tokens * per_token
+        """Bytes of x (in FP8 with its scales), ids, router weights and y."""
+        x = format_of(self.format).element_bytes * self.hidden
+        if format_of(self.format).quantizes:
+            x += 4 * self.hidden // QUANT_GROUP
+        return self.num_tokens * (x + 8 * self.top_k + 2 * self.hidden)
 
     @property
     def flop(self) -> int:

@@ -8,6 +8,8 @@ import math
 from dataclasses import dataclass
 from numbers import Integral, Real
 
+from jitmoe.plan.formats import format_of
+
 # The functions there are kernels for, as the plan names them, in the order of their constants; and
 # what they are called in a sentence.
 FUNCTIONS = {
@@ -156,15 +158,16 @@ class Variant:
             "has_bias": self.has_bias,
         }
 
-    @property
-    def scalars(self) -> dict[str, float | int]:
-        """Parameters of the kernel, by name and in their order: any values of the same kernel."""
-        activation = self.activation
+    def scalars(self, format: str) -> dict[str, float | int]:
+        """Parameters of the kernel, by name and in their order: any values of the same kernel, for
+        weights of a format of `formats.FORMATS`.
+        """
+        activation, largest = self.activation, E4M3_MAX if format_of(format).quantizes else 1.0
         return {
             "alpha": 1.0 if activation.alpha is None else activation.alpha,
             "limit": math.inf if activation.limit is None else activation.limit,
             "up_offset": activation.up_offset or 0.0,
-            "mid_scale_unit": self.routed_scaling_factor / E4M3_MAX,
+            "mid_scale_unit": self.routed_scaling_factor / largest,
             "first_expert": self.first_expert,
         }
 

@@ -40,7 +40,7 @@ DEVICE float bias_of_row(u32 bytes, const u8* biases, u32 row) {
 }
 
 // Router weights on tokens multiply the sums of GEMM 1, and no bias. Else they, and routed_scaling_factor in any case,
-// multiply the bias of GEMM 2 as they do its sums (mid_scale).
+// multiply the bias of GEMM 2 as they do its sums (mid_scale, mid_factor).
 template <Phase kPhase, u32 N, bool kTokenRows>
 DEVICE void add_bias(const Params& p, const Smem& smem, const Task& task, const Share& share, u32 slot,
                      const RouterWeights<N, kTokenRows>& weights, float (&sums)[kShareBlocks<kTokenRows>][N / 2]) {
@@ -54,7 +54,9 @@ DEVICE void add_bias(const Params& p, const Smem& smem, const Task& task, const 
         } else {
             factors[i] = token_weight<N>(weights, i / 2, i % 2);
         }
-        if constexpr (kPhase == kGemm2) factors[i] = (kWeightOnInput ? 1.0f : factors[i]) * p.mid_scale_unit * 448.0f;
+        if constexpr (kPhase == kGemm2) {
+            factors[i] = (kWeightOnInput ? 1.0f : factors[i]) * p.mid_scale_unit * (kQuantizes ? 448.0f : 1.0f);
+        }
     }
     // Rows past the end have no bias. Those of down are never stored.
     constexpr bool kIsRagged = kIntermediate % (kBlockRows / 2) != 0;

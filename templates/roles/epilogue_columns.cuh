@@ -1,6 +1,7 @@
 // What becomes of a tile's sums that hold channels by rows and tokens by columns. GEMM 1: the activation,
-// then re-quantisation per token and 128 channels, e4m3 rows in Params::mid. GEMM 2: bf16 rows in Params::slices, one
-// per routed pair. Memory wants tokens by rows: both transpose through a buffer of the warp's own.
+// then re-quantisation per token and 128 channels, e4m3 rows in Params::mid (mid_bf16.cuh for others). GEMM 2: bf16
+// rows in Params::slices, one per routed pair. Memory wants tokens by rows: both transpose through a buffer of the
+// warp's own.
 
 // Largest magnitude of each token over the tile's 128 channels: lanes of a warp by shuffles, warps through shared
 // memory.
@@ -72,6 +73,7 @@ DEVICE void store_mid_columns(const Params& p, Smem& smem, const Task& task, con
             }
         }
     }
+    if constexpr (!kQuantizes) return store_mid_bf16(p, smem, task, share, weights, sums);
     reduce_amax<N>(smem, share, amax);
     store_mid_scales<N>(p, task, share, weights, amax);
 #pragma unroll

@@ -23,6 +23,7 @@ DEVICE void store_mid_rows(const Params& p, Smem& smem, const Task& task, const 
             }
         }
     }
+    if constexpr (!kQuantizes) return store_mid_bf16(p, smem, task, share, weights, sums);
 #pragma unroll
     for (u32 half = 0; half < 2; ++half) {
         amax[half] = fmaxf(amax[half], __shfl_xor_sync(kFullMask, amax[half], 1));

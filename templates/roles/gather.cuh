@@ -4,6 +4,7 @@
 
 constexpr u32 kGatherThreads = kNumGatherWarps * kWarpThreads;
 constexpr u32 kFeedArrivals = kGatherThreads;  // at a full stage
+constexpr u32 kXTailBytes = kHidden * kElementBytes % kBlockKBytes;
 
 // What this lane copies of every k-block of a task, with all that does not depend on k worked out: one 16-byte chunk of
 // each of kRows rows, the scales of kScales tokens, and one of the tile's weight scales. Offsets of the rows, in
@@ -19,6 +20,7 @@ struct Copies {
     const float* scales[kScales];  // null where the token does not exist
     u32 scale_group_stride;
     const float* weight_scale;
+    u32 ragged_k;  // the k-block that x ends inside of
 };
 
 DEVICE Copies find_copies(const Params& p, Smem& smem, const Task& task, u32 slot) {
@@ -27,20 +29,21 @@ DEVICE Copies find_copies(const Params& p, Smem& smem, const Task& task, u32 slo
     Copies c;
     i64 row_stride, scale_row_stride;
     const float* scales;
+    c.ragged_k = kXTailBytes != 0 && !gemm_2 ? kNumKBlocks1 - 1 : ~0u;
     if (gemm_2) {
-        c.rows = p.mid + u64(task.row_start) * kMidStride;
-        row_stride = kMidStride;
+        c.rows = p.mid + u64(task.row_start) * (kMidStride * kElementBytes);
+        row_stride = kMidStride * kElementBytes;
         scales = p.mid_scale + task.row_start;
         scale_row_stride = 1;
         c.scale_group_stride = p.row_capacity;
     } else {
-        c.rows = p.x_is_bf16 ? p.pool : p.x;
-        row_stride = p.x_is_bf16 ? kHidden : p.x_stride;
-        scales = p.x_is_bf16 ? p.pool_scale : p.x_scale;
-        scale_row_stride = p.x_is_bf16 ? kXQuantScaleStride : p.x_scale_token_stride;
-        c.scale_group_stride = p.x_is_bf16 ? 1 : u32(p.x_scale_group_stride);
+        c.rows = quantizes_x(p) ? p.pool : p.x;
+        row_stride = quantizes_x(p) ? kHidden : p.x_stride;
+        scales = quantizes_x(p) ? p.pool_scale : p.x_scale;
+        scale_row_stride = quantizes_x(p) ? kXQuantScaleStride : p.x_scale_token_stride;
+        c.scale_group_stride = quantizes_x(p) ? 1 : u32(p.x_scale_group_stride);
     }
-    c.weight_scale = weight_scale(p, task, min_of(lane, 2u));
+    if constexpr (kQuantizes) c.weight_scale = weight_scale(p, task, min_of(lane, 2u));
     // Row i of the task: its token in x for GEMM 1, consecutive rows of mid for GEMM 2.
     const auto source_row = [&](u32 i) { return gemm_2 ? i : smem.task_rows[slot][i] / kTopK; };
     const u32 first_row = warp * 4 + lane / 8, chunk = lane % 8;
@@ -53,6 +56,7 @@ DEVICE Copies find_copies(const Params& p, Smem& smem, const Task& task, u32 slo
         smem.row_offsets[first_row][i] = u32(u64(source_row(row)) * row_stride / 16);
     }
     sync_warp();
+    if constexpr (!kQuantizes) return c;
 #pragma unroll
     for (u32 i = 0; i < Copies::kScales; ++i) {
         const u32 token = i * kGatherThreads + warp * kWarpThreads + lane;
@@ -65,7 +69,11 @@ DEVICE Copies find_copies(const Params& p, Smem& smem, const Task& task, u32 slo
 DEVICE void copy_k_block(Smem& smem, const Copies& c, u32 stage, u32 k) {
     const u32 warp = warp_idx() - kGatherWarpBegin, lane = lane_idx();
     u8* tile = smem.token_tiles[stage] + c.target;
-    const u8* column = c.rows + k * kBlockK;
+    const u8* column = c.rows + k * kBlockKBytes;
+    if constexpr (kXTailBytes != 0) {
+        // What lies past the end meets zeros, which TMA fills weights up with: any channels of the row will do.
+        if (k == c.ragged_k && lane % 8 * 16 >= kXTailBytes) column = c.rows - lane % 8 * 16;
+    }
     const uint4* offsets = reinterpret_cast<const uint4*>(smem.row_offsets[warp * 4 + lane / 8]);
 #pragma unroll
     for (u32 first = 0; first < Copies::kRows; first += 4) {
@@ -78,20 +86,22 @@ DEVICE void copy_k_block(Smem& smem, const Copies& c, u32 stage, u32 k) {
             if (row < c.num_rows) copy_16_async(tile + row * Copies::kRowsApart * 128, column + u64(ahead[i]) * 16);
         }
     }
-    const u64 group = u64(k) * c.scale_group_stride;
-    float* scale = smem.token_scales[stage] + warp * kWarpThreads + lane;
+    if constexpr (kQuantizes) {
+        const u64 group = u64(k) * c.scale_group_stride;
+        float* scale = smem.token_scales[stage] + warp * kWarpThreads + lane;
 #pragma unroll
-    for (u32 i = 0; i < Copies::kScales; ++i) {
-        if (c.scales[i] != nullptr) copy_4_async(scale + i * kGatherThreads, c.scales[i] + group);
+        for (u32 i = 0; i < Copies::kScales; ++i) {
+            if (c.scales[i] != nullptr) copy_4_async(scale + i * kGatherThreads, c.scales[i] + group);
+        }
+        if (warp == 0 && lane < 3) copy_4_async(&smem.weight_scales[stage][lane], c.weight_scale + k);
     }
-    if (warp == 0 && lane < 3) copy_4_async(&smem.weight_scales[stage][lane], c.weight_scale + k);
     arrive_after_copies(&smem.full[stage]);  // pairs with role_math: multiply
 }
 
 DEVICE void role_gather(const Params& p, Smem& smem, const Head& head) {
     Ring<kNumTaskSlots> slot;
     Ring<kNumStages> ring;
-    if (p.x_is_bf16) wait_for_head(p, head);
+    if (quantizes_x(p)) wait_for_head(p, head);
     for (;; slot.advance()) {
         const Task task = next_task(p, smem, slot);
         if (task.phase == kDone) return;

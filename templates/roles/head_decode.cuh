@@ -1,5 +1,5 @@
 // The head of a decode launch: few pairs are sorted by every CTA for itself, so that weights start to flow without any
-// grid-wide wait; bf16 tokens are quantised into Params::pool.
+// grid-wide wait; bf16 tokens are quantised into Params::pool, unless weights are bf16 too.
 
 // A warp quantises 512 channels of a token at a time.
 DEVICE void quantize_tokens(const Params& p) {
@@ -199,7 +199,7 @@ DEVICE void sort_together(const Params& p, Smem& smem, const Head& head) {
 }
 
 DEVICE Head run_head(const Params& p, Smem& smem) {
-    const bool local = p.num_tokens * kTopK <= kNumLocalPairs, alone = local && !p.x_is_bf16;
+    const bool local = p.num_tokens * kTopK <= kNumLocalPairs, alone = local && !quantizes_x(p);
     if (local) {
         sort_early(p, smem, alone);
     } else {
@@ -209,7 +209,7 @@ DEVICE Head run_head(const Params& p, Smem& smem) {
     }
     const Head head{smem.first[kFirstParity], local, alone};
     clear_other_bank(p, head.parity);
-    if (p.x_is_bf16) quantize_tokens(p);
+    if (quantizes_x(p)) quantize_tokens(p);
     if (!local) sort_together(p, smem, head);
     sync_block();
     if (!alone && thread_idx() == 0) end_head(p, head);  // else role_schedule does it

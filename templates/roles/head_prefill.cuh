@@ -1,9 +1,32 @@
 // The head of a prefill launch: every CTA sorts the pairs of its share of the tokens, and copies each of these tokens
-// once to all of its rows in Params::pool, quantising bf16 on the way. TMA then reads tiles of the pool.
+// once to all of its rows in Params::pool, quantising bf16 on the way for FP8 weights. TMA then reads tiles of the
+// pool.
 
 constexpr u32 kNoRow = ~0u;
 
-// One warp. `rows` are the rows of the token's slots.
+// One warp, as it is. `rows` are the rows of the token's slots.
+DEVICE void copy_bytes(const Params& p, u32 token, const u32* rows) {
+    constexpr u32 kBatch = 8, kRowBytes = kHidden * kElementBytes;  // loads of 512 bytes in flight
+    for (u32 first = lane_idx() * 16; first < kRowBytes; first += kBatch * 512) {
+        uint4 raw[kBatch] = {};
+#pragma unroll
+        for (u32 i = 0; i < kBatch; ++i) {
+            const u32 at = first + i * 512;
+            if (at < kRowBytes) raw[i] = *reinterpret_cast<const uint4*>(p.x + i64(token) * p.x_stride + at);
+        }
+        for (u32 slot = 0; slot < kTopK; ++slot) {
+            if (rows[slot] == kNoRow) continue;
+            u8* row = p.pool + u64(rows[slot]) * kRowBytes;
+#pragma unroll
+            for (u32 i = 0; i < kBatch; ++i) {
+                const u32 at = first + i * 512;
+                if (at < kRowBytes) *reinterpret_cast<uint4*>(row + at) = raw[i];
+            }
+        }
+    }
+}
+
+// One warp, in FP8.
 DEVICE void copy_token(const Params& p, u32 token, const u32* rows) {
     constexpr u32 kBatch = 4;  // loads of 512 channels in flight
     const u32 lane = lane_idx();
@@ -65,7 +88,12 @@ DEVICE Head run_head(const Params& p, Smem& smem) {
         }
         sync_block();
         for (u32 token = first + warp_idx(); token < last; token += kNumThreads / kWarpThreads) {
-            copy_token(p, token, sorting.rows + (token - first) * kTopK);
+            const u32* rows = sorting.rows + (token - first) * kTopK;
+            if constexpr (kQuantizes) {
+                copy_token(p, token, rows);
+            } else {
+                copy_bytes(p, token, rows);
+            }
         }
         sync_block();
     }

@@ -6,9 +6,9 @@ DEVICE void load_weights(const Params& p, Smem& smem, const Task& task, u32 slot
     expect_weights(p, smem, task, slot, k, full);
     void* tile = smem.weight_tiles[stage];
     if (task.phase == kGemm1) {
-        load_tile_5d(tile, &p.w13_map, full, k * kBlockK, 0, 0, task.tile * (kBlockRows / 16), task.expert);
+        load_tile_5d(tile, &p.w13_map, full, k * kBlockKBytes, 0, 0, task.tile * (kBlockRows / 16), task.expert);
     } else {
-        load_tile_3d(tile, &p.w2_map, full, k * kBlockK, task.tile * kBlockRows, task.expert);
+        load_tile_3d(tile, &p.w2_map, full, k * kBlockKBytes, task.tile * kBlockRows, task.expert);
     }
 }
 

@@ -1,5 +1,5 @@
 // The math warpgroups: partial sums of 128-deep k-blocks on the tensor cores, promoted to fp32 with the scales of their
-// tokens and weights (two-level accumulation); then the epilogue of the phase.
+// tokens and weights (two-level accumulation), or the whole sums (accumulate.cuh); then the epilogue of the phase.
 
 // Where the warpgroup reads in a stage: all that the main loop needs.
 struct Operands {
@@ -12,8 +12,8 @@ struct Operands {
 template <bool kTokenRows>
 DEVICE Operands find_operands(const Smem& smem, const Task& task, const Share& share) {
     const u32 lane = lane_idx();
-    return {descriptor_low(smem.weight_tiles[0] + share.first_row * kBlockK),
-            descriptor_low(smem.token_tiles[0] + share.first_token * kBlockK),
+    return {descriptor_low(smem.weight_tiles[0] + share.first_row * kBlockKBytes),
+            descriptor_low(smem.token_tiles[0] + share.first_token * kBlockKBytes),
             kTokenRows ? share.first_token + share.warp * 16 + lane / 4 : lane % 4 * 2, share.first_row,
             task.phase == kGemm2 || kInterleaved};
 }
@@ -21,8 +21,8 @@ DEVICE Operands find_operands(const Smem& smem, const Task& task, const Share& s
 // Of the extra tokens: worked out where needed, for registers are scarce.
 DEVICE Operands find_extra_operands(const Operands& at) {
     const u32 group = (warp_idx() - kMathWarpBegin) / 4;
-    return {at.weights + group * descriptor_step(kBlockRows / 2 * kBlockK),
-            at.tokens + (kBlockTokens - group * kWarpgroupTokens) * descriptor_step(kBlockK),
+    return {at.weights + group * descriptor_step(kBlockRows / 2 * kBlockKBytes),
+            at.tokens + (kBlockTokens - group * kWarpgroupTokens) * descriptor_step(kBlockKBytes),
             kBlockTokens + lane_idx() % 4 * 2, group * (kBlockRows / 2), at.gemm_2};
 }
 
@@ -143,7 +143,7 @@ DEVICE void multiply(const Params& p, Smem& smem, Ring<kNumStages>& ring, const 
                 weights = make_uniform(from.weights + ring.stage * descriptor_step(kWeightTileBytes));
                 tokens = make_uniform(from.tokens + ring.stage * descriptor_step(kTokenTileBytes));
             }
-            const u32 block = weights + (m < kBlocks ? m : m - kBlocks) * descriptor_step(64 * kBlockK);
+            const u32 block = weights + (m < kBlocks ? m : m - kBlocks) * descriptor_step(64 * kBlockKBytes);
             if (m >= kBlocks) {
                 start_block(extra_partial, block, tokens);
             } else {
@@ -214,12 +214,16 @@ DEVICE void run_tile(const Params& p, Smem& smem, const Head& head, Ring<kNumSta
     // Ahead of the loop, so that the event begins with a multiply.
     if constexpr (kTrace) wait_for_stage(p, smem, ring);
     trace_begin(p, kEventMma, task.phase);
-    constexpr u32 kUnroll = kHasExtra ? 1 : kUnrollK;  // no registers for more
+    if constexpr (kQuantizes) {
+        constexpr u32 kUnroll = kHasExtra ? 1 : kUnrollK;  // no registers for more
 #pragma unroll 1
-    for (; k >= kUnroll; k -= kUnroll) multiply<kUnroll>(p, smem, ring, at, sums);
-    if constexpr (kUnroll > 1) {
+        for (; k >= kUnroll; k -= kUnroll) multiply<kUnroll>(p, smem, ring, at, sums);
+        if constexpr (kUnroll > 1) {
 #pragma unroll 1
-        for (; k > 0; --k) multiply<1>(p, smem, ring, at, sums);
+            for (; k > 0; --k) multiply<1>(p, smem, ring, at, sums);
+        }
+    } else {
+        accumulate(p, smem, ring, at, k, sums);
     }
     trace_end(p, kEventMma);
     trace_begin(p, kEventEpilogue);

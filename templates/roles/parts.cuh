@@ -29,7 +29,9 @@ DEVICE bool join_parts(const Params& p, Smem& smem, const Head& head, const Task
     sync_math();
     if (thread_idx() == kFirstMathThread) {
         // Releases this part and, for the last, acquires all others: pairs with itself in other CTAs.
-        u32* count = counter(p, head, kBankParts + task.phase * kMaxBlocks + tile);
+        // Sums in bf16 spill it if it is kept over their main loop.
+        const Head same{kQuantizes ? head.parity : smem.first[kFirstParity]};
+        u32* count = counter(p, same, kBankParts + task.phase * kMaxBlocks + tile);
         smem.is_last_part[slot] = fetch_add_acq_rel_gpu(count, 1) + 1 == parts;
     }
     sync_math();
@@ -49,6 +51,8 @@ DEVICE bool join_parts(const Params& p, Smem& smem, const Head& head, const Task
                 sums[m][4 * i + 1] += four.y;
                 sums[m][4 * i + 2] += four.z;
                 sums[m][4 * i + 3] += four.w;
+                // One load in flight, else a traced kernel spills.
+                if constexpr (kTrace && !kQuantizes) hold_accumulators(sums[m]);
             }
         }
     }

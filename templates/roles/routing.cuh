@@ -17,6 +17,9 @@ DEVICE u32 expert_of_pair(const Params& p, u64 pair) {
     return expert_of_id(p, u32(id), u32(id >> 32));
 }
 
+// FP8 weights take tokens in FP8.
+DEVICE bool quantizes_x(const Params& p) { return kQuantizes && p.x_is_bf16; }
+
 DEVICE float router_weight(const Params& p, u64 pair) {
     return p.weights_are_bf16 ? bf16_low(reinterpret_cast<const u16*>(p.topk_weights)[pair])
                               : reinterpret_cast<const float*>(p.topk_weights)[pair];

@@ -63,7 +63,7 @@ struct RouterWeights {
     }
 };
 
-// Tokens as columns: the router weight of the lane's token j * 8 + lane % 4 * 2 + i.
+// The router weight of the lane's token j * 8 + lane % 4 * 2 + i, of tokens as columns.
 template <u32 N>
 DEVICE float token_weight(const RouterWeights<N, false>& weights, u32 j, u32 i) {
     return __shfl_sync(kFullMask, weights.of[j / 4], (j * 8 + lane_idx() % 4 * 2 + i) % kWarpThreads);

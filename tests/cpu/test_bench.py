@@ -28,7 +28,7 @@ from jitmoe.run import driver
 
 SMALL = MoeProblem(0, 256, 144, 4, 2)
 H200 = GPUS["h200"]
-ROOF = ceilings.Ceilings(4600.0, 4270.0, 1450.0, 1570.0)
+ROOF = ceilings.Ceilings(4600.0, 4270.0, 1450.0, 1570.0, 790.0)
 
 
 # Points
@@ -124,7 +124,7 @@ def test_rows():
     measured = {"cool": times.Times(329.0, 328.0, 331.0), "hot": times.Times(340.0, 339.0, 341.0)}
     result = Result("ok", None, Errors(2.26e-2, 4.03e-3, 1.6e-2), measured, 15.61)
     rates, roofs = Rates(4645, 1440), {"cool": ROOF, "hot": replace(ROOF, read_gbps=4500.0)}
-    cool, hot = rows_of(point(), methods.JITMOE, result, rates, roofs)
+    cool, hot = rows_of(point(), methods.JITMOE["fp8_block"], result, rates, roofs)
     assert (cool["heat"], hot["heat"]) == ("cool", "hot")
     assert cool["us_median"] == 329.0 and hot["us_p90"] == 341.0 and cool["host_us"] == 15.6
     assert cool["of_floor"] == pytest.approx(cool["floor_us"] / 329, abs=1e-3)
@@ -190,7 +190,9 @@ def test_mistakes(args, words, no_gpu):
 @pytest.mark.parametrize("status, code", [("ok", 0), ("wrong", 1)])
 def test_command_prints_and_appends(status, code, tmp_path, monkeypatch):
     result = Result(status, None, Errors(0.02, 4e-3, 0.1), {"cool": times.Times(9, 8, 10)}, 15.0)
-    measured = rows_of(point(), methods.JITMOE, result, Rates(4645, 1440), {"cool": ROOF})
+    measured = rows_of(
+        point(), methods.JITMOE["fp8_block"], result, Rates(4645, 1440), {"cool": ROOF}
+    )
     monkeypatch.setattr("jitmoe.cli_bench._gpu", lambda: H200)
     monkeypatch.setattr(session, "run", lambda *args, **options: iter(measured))
     out = tmp_path / "rows.jsonl"
@@ -384,12 +386,12 @@ def test_a_graph_that_leaves_poison_is_wrong(bench, cupy):
     calls = [measure.random_call(layer, seed) for seed in range(2)]
     references = measure.references(calls[0], codes)
     method = bench(layer, calls, [codes])
-    assert trial(method, methods.JITMOE, references, Protocol()).status == "ok"
+    assert trial(method, methods.JITMOE["fp8_block"], references, Protocol()).status == "ok"
     lazy = replace(method, capture=lambda: (lambda: None, method.capture()[1]))
-    result = trial(lazy, methods.JITMOE, references, Protocol())
+    result = trial(lazy, methods.JITMOE["fp8_block"], references, Protocol())
     assert (result.status, result.reason) == ("wrong", "the graph left NaN in an output")
     stale = replace(method, capture=lambda: _constant(method, 1.0))
-    result = trial(stale, methods.JITMOE, references, Protocol())
+    result = trial(stale, methods.JITMOE["fp8_block"], references, Protocol())
     assert result.reason == "the graph gives another result than an eager call"
 
 

@@ -110,6 +110,7 @@ def test_plan_as_json():
         "intermediate": 144,
         "num_experts": 4,
         "top_k": 2,
+        "format": "fp8_block",
     }
     assert report["grid"] == [132, 1] and report["gpu"]["name"] == "H200"
     assert sum(len(range(*warps(role))) for role in report["roles"]) * 32 == report["num_threads"]

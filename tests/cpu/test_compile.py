@@ -31,6 +31,14 @@ ODD_SHAPES = [
     ModelShape("smallest", 128, 16, 1, 1, "test"),
     ModelShape("largest", 16_384, 32_768, 1_024, 32, "test"),
 ]
+# Few and many experts and slots, long and short rows; rows that end inside a k-block.
+BF16_SHAPES = [
+    ModelShape("qwen3 ep 4", 2048, 768, 32, 8, "test"),
+    ModelShape("mixtral", 4096, 14_336, 8, 2, "test"),
+    ModelShape("gpt-oss", 2880, 2880, 32, 4, "test"),
+    ModelShape("ragged rows", 1008, 1840, 40, 19, "test"),
+    ModelShape("smallest", 16, 16, 1, 1, "test"),
+]
 
 
 def shipped_plans():
@@ -44,6 +52,9 @@ def shipped_plans():
     for shape in ODD_SHAPES:
         for plan in plans_of_model(shape.problem(1), gpu).values():
             plans.setdefault(plan, f"{shape.name} {plan.bucket}")
+    for shape in BF16_SHAPES:
+        for plan in plans_of_model(shape.problem(1, format="bf16"), gpu).values():
+            plans[plan] = f"bf16 {shape.name} {plan.bucket}"
     return plans
 
 

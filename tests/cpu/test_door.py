@@ -90,6 +90,11 @@ def layer_weights():
     return ExpertWeights(**weight_arrays())
 
 
+def bf16_weights(dtype="bfloat16"):
+    shapes = (EXPERTS, 2 * INTERMEDIATE, HIDDEN), (EXPERTS, HIDDEN, INTERMEDIATE)
+    return ExpertWeights(*(FakeArray(shape, dtype) for shape in shapes))
+
+
 def refusal(call, kind=ValueError):
     with pytest.raises(kind) as error:
         call()
@@ -106,6 +111,29 @@ def test_weights_are_read():
     up_first = ExpertWeights(**weight_arrays(), gate_up="up_first")
     assert repr(up_first).endswith("device=0, gate_up='up_first')")
     assert weights.num_bytes == 4 * MoeProblem(1, 512, 192, 4, 2).expert_bytes
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "uint16"])
+def test_bf16_weights_are_read(dtype):
+    weights = bf16_weights(dtype)
+    assert weights.format == weights.problem(1, 2).format == "bf16"
+    assert weights.num_bytes == 2 * 3 * EXPERTS * HIDDEN * INTERMEDIATE
+    assert weights.scale_addresses == (0, 0) and weights.scale_strides == (0, 0, 0, 0)
+    assert repr(weights).endswith("device=0, format='bf16')")
+
+
+def test_bf16_weights_take_bf16_tokens():
+    def call(**changes):
+        given = call_arrays() | changes
+        return refusal(lambda: mega_moe(weights=bf16_weights(), **given))
+
+    codes = FakeArray((TOKENS, HIDDEN), "uint8")
+    for x in (codes, (codes, FakeArray((TOKENS, HIDDEN // 128), "float32"))):
+        assert "x is e4m3 and the weights are bf16; pass x in bf16" in call(x=x)
+    assert "x must have dtype bf16 or u16, got f32" in call(x=FakeArray((3, 512), "float32"))
+    plan = choose(MoeProblem(TOKENS, HIDDEN, INTERMEDIATE, EXPERTS, TOP_K), gpu_spec("h200"))
+    message = call(stream=0, workspace=FakeWorkspace(), plan=plan)
+    assert "the plan is for format 'fp8_block', the call has 'bf16'; plan again" in message
 
 
 def strided(shape, dtype, strides):
@@ -131,8 +159,22 @@ def test_strided_weights_are_taken(name, array):
         ({"w13": FakeArray((384, 512), "uint8")}, ["[num_experts, 2 * intermediate", "[384, 512]"]),
         ({"w13": FakeArray((4, 383, 512), "uint8")}, ["2 * intermediate", "[4, 383, 512]"]),
         (
+            {"w13": FakeArray((4, 384, 512), "float16")},
+            ["w13", "e4m3 or u8 with scales, or bf16 or u16 without", "got f16", "convert"],
+        ),
+        (
             {"w13": FakeArray((4, 384, 512), "bfloat16")},
-            ["w13", "e4m3 or u8", "got bf16", "convert"],
+            ["w13 is bf16", "no scales", "got w13_scale and w2_scale", "leave them out"],
+        ),
+        (
+            {"w13": FakeArray((4, 384, 512), "uint16"), "w2_scale": None},
+            ["w13 is u16", "no scales", "got w13_scale;"],
+        ),
+        ({"w13_scale": None}, ["w13 is e4m3", "needs both scales", "got w2_scale", "pass"]),
+        ({"w13_scale": None, "w2_scale": None}, ["needs both scales", "got none"]),
+        (
+            {"w13": FakeArray((4, 384, 512), "bfloat16"), "w13_scale": None, "w2_scale": None},
+            ["w2 must have dtype bf16 or u16, got u8"],
         ),
         ({"w2": FakeArray((4, 512, 191), "uint8")}, ["w2", "[4, 512, 192]", "got [4, 512, 191]"]),
         ({"w2": FakeArray((4, 192, 512), "uint8")}, ["w2", "[4, 512, 192]", "got [4, 192, 512]"]),
@@ -570,6 +612,25 @@ def test_maps_of_w13(monkeypatch, gate_up):
     if gate_up == "interleaved":
         gate, up = [2 * row for row in gate], [2 * row + 1 for row in gate]
     assert rows == gate[:8] + up[:8] + gate[8:] + up[8:]
+
+
+def test_bf16_launches(kernel):
+    weights, workspace = bf16_weights(), RoomyWorkspace()
+    mega_moe(
+        weights=weights, **call_arrays(), routed_scaling_factor=2.5, stream=0, workspace=workspace
+    )
+    values = kernel.launches[-1][0]
+    assert not values["cooperative"], "bf16 tokens are read as they are"
+    assert values["w13_scale"] == values["w2_scale"] == values["w13_scale_row_stride"] == 0
+    assert values["mid_scale_unit"] == 2.5 and values["x_stride"] == 2 * HIDDEN
+    mega_moe(weights=layer_weights(), **call_arrays(), stream=0, workspace=workspace)
+    assert kernel.launches[-1][0]["cooperative"], "they are quantised for FP8 weights"
+    fused.warmup(weights, TOP_K, 4096, stream=0, workspace=RoomyWorkspace())
+    plans = {key[1] for key in weights.memo if key[0] == "prepared"}
+    assert {(plan.bucket, plan.format) for plan in plans} == {
+        ("decode", "bf16"),
+        ("prefill", "bf16"),
+    }
 
 
 def test_warmup_prepares_the_variant(kernel):

@@ -11,6 +11,7 @@ from jitmoe.plan.gpu import GPUS
 from jitmoe.plan.heuristics import plans_of_model
 from jitmoe.plan.problem import MoeProblem
 from jitmoe.plan.variant import Variant
+from jitmoe.reference_biases import Biases, random_biases
 
 try:
     compiler()
@@ -24,10 +25,18 @@ TOKENS = [5, 20, 150]  # parts along k where there are many k-blocks, decode, pr
 class Case:
     """A layer with biases and tokens for it, some of their slots unused."""
 
-    def __init__(self, num_tokens, hidden=256, intermediate=208, dtype="f32", gate_up="gate_first"):
+    def __init__(
+        self,
+        num_tokens,
+        hidden=256,
+        intermediate=208,
+        dtype="f32",
+        gate_up="gate_first",
+        format="fp8_block",
+    ):
         sizes = EXPERTS, hidden, intermediate
-        self.layer = reference.random_layer(*sizes, seed=1)
-        self.biases = reference.random_biases(*sizes, seed=3)
+        self.layer = reference.random_layer(*sizes, seed=1, format=format)
+        self.biases = random_biases(*sizes, seed=3)
         self.gate_up = gate_up
         tokens = reference.random_tokens(
             num_tokens, hidden, EXPERTS, TOP_K, seed=2, routing="unused"
@@ -81,6 +90,19 @@ def test_weights_on_tokens_multiply_no_bias(num_tokens, gate_up):
 
 
 @pytest.mark.parametrize("num_tokens", TOKENS)
+@pytest.mark.parametrize(
+    "hidden, gate_up, on_input",
+    [(256, "gate_first", False), (272, "interleaved", False), (272, "interleaved", True)],
+)
+def test_weights_in_bf16(num_tokens, hidden, gate_up, on_input):
+    """As gpt-oss's, dequantised; `hidden` may end inside a tile."""
+    case = Case(num_tokens, hidden, dtype="bf16", gate_up=gate_up, format="bf16")
+    case.check(
+        activation="swiglu_oai", apply_router_weight_on_input=on_input, routed_scaling_factor=2.5
+    )
+
+
+@pytest.mark.parametrize("num_tokens", TOKENS)
 @pytest.mark.parametrize("gate_up", ["gate_first", "interleaved"])
 def test_bf16_gives_the_bits_of_f32(num_tokens, gate_up):
     y = Case(num_tokens, gate_up=gate_up).check()
@@ -122,7 +144,7 @@ def test_no_races(bucket, dtype, gate_up):
     plan = plans_of_model(problem, GPUS["h200"], **variant.plan_fields)[bucket]
     biases = case.biases
     if dtype == "bf16":
-        biases = reference.Biases(*map(fp8.encode_bf16, biases))
+        biases = Biases(*map(fp8.encode_bf16, biases))
     emulated = EmulatedLayer(plan, case.layer, len(x), 3, checked=True, biases=biases)
     quantised = fp8.quantize_tokens(fp8.decode_bf16(x))
     early = np.full_like(ids, 3)
@@ -141,7 +163,7 @@ def test_traces(num_tokens):
 
 def arrays(**changes):
     layer = reference.random_layer(EXPERTS, 256, 208, seed=1)
-    w13, w2 = reference.random_biases(EXPERTS, 256, 208, seed=3)
+    w13, w2 = random_biases(EXPERTS, 256, 208, seed=3)
     return layer._asdict() | {"w13_bias": w13, "w2_bias": w2} | changes
 
 

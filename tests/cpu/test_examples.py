@@ -181,7 +181,7 @@ def make_tables():
 def record(num_tokens=8, us=300.0, date="2026-11-29", **changes):
     row = {
         "bench": "mega_moe",
-        "format": "fp8",
+        "format": "fp8_block",
         "shape": "S1",
         "hidden": 7168,
         "intermediate": 2048,
@@ -245,7 +245,7 @@ def test_tables():
     assert "| 1 | **84** | 83 to 85 | 8.39 | 283 | 3.37 | 2.25e-02 |" in text
     assert "310" not in text, "the latest counts"
     assert text.index("| 1 |") < text.index("| 8 | **305**")
-    assert "#### torch fp8, S1, graph\n" in text and "broken" not in text
+    assert "#### torch fp8_block, S1, graph\n" in text and "broken" not in text
     assert "S1, graph, hot" in text and "S1, graph, zipf" in text
     assert "S1, eager" in text and "2026-11-29; `jitmoe bench`" in text
     eager = text.split("S1, eager")[1].split("####")[0]

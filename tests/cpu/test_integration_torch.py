@@ -13,11 +13,20 @@ from jitmoe.emulate.compile import NoHostCompiler, compiler
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install 'jitmoe[torch]'")
 
 import torch_layer  # noqa: E402
-from torch_layer import HIDDEN, WEIGHTS, error, quantized, tokens  # noqa: E402
+from torch_layer import (  # noqa: E402
+    BF16_LAYER,
+    BF16_WEIGHTS,
+    HIDDEN,
+    WEIGHTS,
+    error,
+    quantized,
+    tokens,
+)
 
-from jitmoe import Activation, reference  # noqa: E402
+from jitmoe import Activation  # noqa: E402
 from jitmoe.integrations import torch as integration  # noqa: E402
 from jitmoe.integrations.torch import mega_moe  # noqa: E402
+from jitmoe.reference_biases import random_biases  # noqa: E402
 
 NEW_OP, OUT_OP = torch.ops.jitmoe.mega_moe.default, torch.ops.jitmoe.mega_moe_out.default
 
@@ -65,6 +74,15 @@ def test_quantised_x_wide_ids_and_bf16_weights():
     assert error(y, (x, ids, router)) < 4e-3
 
 
+@pytest.mark.parametrize("num_tokens", [1, 20, 150])
+@pytest.mark.parametrize("activation", ["swiglu", "geglu_tanh"])
+def test_bf16_weights(num_tokens, activation):
+    given = tokens(num_tokens)
+    y = emulate(*given, *BF16_WEIGHTS, activation=activation)
+    assert y.dtype == torch.bfloat16 and y.shape == given.x.shape
+    assert error(y, given, BF16_LAYER, activation=activation) < 3e-3
+
+
 def test_out():
     given = tokens(7)
     memory = torch.full((7, HIDDEN + 64), 7.0, dtype=torch.bfloat16)
@@ -101,7 +119,7 @@ def test_e8m0_scales_are_converted_once():
 def biased(dtype=torch.float32):
     """Biases as tensors, and for the oracle."""
     sizes = torch_layer.EXPERTS, HIDDEN, torch_layer.INTERMEDIATE
-    biases = reference.random_biases(*sizes, seed=3)
+    biases = random_biases(*sizes, seed=3)
     names = "w13_bias", "w2_bias"
     tensors = [torch.from_numpy(bias).to(dtype) for bias in biases]
     return dict(zip(names, tensors, strict=True)), dict(zip(names, biases, strict=True))
@@ -218,6 +236,15 @@ def test_compiled_counts():
     assert counts[0].any() and torch.equal(*counts)
 
 
+@pytest.mark.parametrize("op", [NEW_OP, OUT_OP], ids=["new", "out"])
+def test_opcheck_bf16_weights(op):
+    arguments = [*tokens(5), *BF16_WEIGHTS]
+    if op is OUT_OP:
+        arguments.insert(0, torch.empty_like(arguments[0]))
+    results = torch.library.opcheck(op, arguments, {"backend": "emulated", "activation": "swiglu"})
+    assert set(results.values()) == {"SUCCESS"}
+
+
 def test_schemas():
     assert not NEW_OP._schema.is_mutable and OUT_OP._schema.is_mutable
     written = [a.name for a in OUT_OP._schema.arguments if a.alias_info]
@@ -254,6 +281,16 @@ def test_compiled(backend):
     for num_tokens in (5, 9):
         given = tokens(num_tokens)
         assert torch.equal(compiled(*given), layer(*given))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_bf16_weights(backend):
+    def layer(x, ids, router):
+        return emulate(2 * x, ids, router, *BF16_WEIGHTS, activation="geglu_erf") + 1
+
+    compiled = torch.compile(layer, fullgraph=True, backend=backend)
+    given = tokens(5)
+    assert torch.equal(compiled(*given), layer(*given))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -315,7 +352,12 @@ def test_the_cpu_is_used_only_if_asked():
         ({"x": lambda x: x[:, :128]}, r"x must have shape \[\*, 256\], got \[3, 128\]"),
         ({"topk_ids": lambda ids: ids.short()}, "topk_ids must have dtype i32 or i64"),
         ({"topk_weights": lambda router: router[:, :1]}, r"topk_weights must have shape \[3, 2\]"),
-        ({"w13": lambda w: w.view(torch.float8_e5m2)}, "w13 must have dtype e4m3 or u8, got float"),
+        ({"w13": lambda w: w.view(torch.float8_e5m2)}, "w13 must have dtype e4m3 or u8 with sc"),
+        (
+            {"w13": lambda w: w.bfloat16()},
+            "w13 is bf16, bf16 takes no scales, got w13_scale and w2_",
+        ),
+        ({"w13_scale": lambda s: None}, "w13 is e4m3 and needs both scales, got w2_scale; pass"),
         ({"w2_scale": lambda s: s.double()}, "w2_scale must have dtype f32, got f64"),
         ({"w13_scale": lambda s: s[:, :1]}, r"w13_scale must have shape \[4, 2, 2\]"),
     ],
@@ -332,27 +374,41 @@ def test_misfits(change, message):
 # Weights on a GPU, by their places
 
 
-@pytest.mark.parametrize(("dtype", "typestr"), [("uint8", "|u1"), ("float32", "<f4")])
-def test_memory_describes_the_tensor(dtype, typestr):
+@pytest.mark.parametrize(
+    ("name", "dtype", "typestr"),
+    [("w13", "uint8", "|u1"), ("w2_scale", "float32", "<f4"), ("w2", "bfloat16", "<u2")],
+)
+def test_memory_describes_the_tensor(name, dtype, typestr):
     """NumPy reads the same dictionary for memory of the host."""
     tensor = torch.arange(2 * 6 * 8).to(getattr(torch, dtype)).reshape(2, 6, 8)[:, ::2, :5]
     place = (*integration._place(tensor)[:4], torch.device("cuda:0"))
-    interface = integration._Memory(place, "w13").__cuda_array_interface__
+    interface = integration.Memory(place, name).__cuda_array_interface__
     assert interface["typestr"] == typestr
     array = np.asarray(SimpleNamespace(__array_interface__=interface))
-    assert np.array_equal(array, tensor.numpy()) and array.ctypes.data == tensor.data_ptr()
+    wanted = (tensor.view(torch.uint16) if dtype == "bfloat16" else tensor).numpy()
+    assert np.array_equal(array, wanted) and array.ctypes.data == tensor.data_ptr()
+
+
+def test_scales_that_are_none_have_no_place(monkeypatch):
+    monkeypatch.setattr(integration, "ExpertWeights", lambda *memory: memory)
+    monkeypatch.setattr(integration, "Memory", lambda place, name: name)
+    integration._known_weights.cache_clear()
+    try:
+        places = [integration._place(part) for part in (*BF16_WEIGHTS, None, None)]
+        assert integration._known_weights(*places) == ("w13", "w2", None, None)
+    finally:
+        integration._known_weights.cache_clear()
 
 
 def test_memory_of_a_wrong_type_is_refused():
-    wrong = 0, (4, 256, 256), (65536, 256, 1), torch.bfloat16, torch.device("cuda:0")
-    message = refusal(ValueError, lambda: integration._Memory(wrong, "w13"))
-    assert message.startswith("w13 must have dtype e4m3 or u8, got bfloat16")
-    message = refusal(ValueError, lambda: integration._Memory(wrong, "w2_scale"))
-    assert message.startswith("w2_scale must have dtype f32, got bfloat16")
-    assert integration._Memory(wrong, "w2_bias").__cuda_array_interface__["typestr"] == "<u2"
-    wrong = *wrong[:3], torch.float16, wrong[4]
-    message = refusal(ValueError, lambda: integration._Memory(wrong, "w2_bias"))
-    assert message.startswith("w2_bias must have dtype bf16 or f32, got float16")
+    wrong = 0, (4, 256, 256), (65536, 256, 1), torch.float16, torch.device("cuda:0")
+    message = refusal(ValueError, lambda: integration.Memory(wrong, "w13"))
+    assert message.startswith("w13 must have dtype e4m3, u8, bf16 or u16, got float16")
+    message = refusal(ValueError, lambda: integration.Memory(wrong, "w2_scale"))
+    assert message.startswith("w2_scale must have dtype f32, got float16")
+    assert integration.Memory(wrong[:3] + (torch.bfloat16, wrong[4]), "w2_bias")
+    message = refusal(ValueError, lambda: integration.Memory(wrong, "w2_bias"))
+    assert message.startswith("w2_bias must have dtype bf16, u16 or f32, got float16")
 
 
 def test_weights_are_known_by_their_places(monkeypatch):

@@ -15,9 +15,10 @@ transformers = pytest.importorskip(
 
 from qwen3_moe import NAMES, bf16_model, fp8_model  # noqa: E402
 from torch_layer import EXPERTS, LAYER, TOP_K, WEIGHTS, error, tokens  # noqa: E402
+from transformers.activations import ACT2FN  # noqa: E402
 from transformers.integrations import finegrained_fp8, moe  # noqa: E402
 
-from jitmoe import Activation  # noqa: E402
+from jitmoe import Activation, reference  # noqa: E402
 from jitmoe.integrations import transformers as integration  # noqa: E402
 from jitmoe.reference_activations import activate  # noqa: E402
 
@@ -62,6 +63,65 @@ def test_experts(num_tokens):
     y = experts(given.x, ids, router)
     assert y.dtype == torch.bfloat16 and y.shape == given.x.shape
     assert error(y, (given.x, ids, router)) < 4e-3
+
+
+def bf16_experts():
+    return bf16_model("jitmoe", num_hidden_layers=1).model.layers[0].mlp.experts
+
+
+def layer_of(experts):
+    """The bf16 weights of an experts module, for the oracle."""
+    w13, w2 = (
+        tensor.detach().view(torch.uint16).numpy()
+        for tensor in (experts.gate_up_proj, experts.down_proj)
+    )
+    return reference.Layer(w13, None, w2, None)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 20, 150])
+@torch.no_grad()
+def test_bf16_experts(num_tokens):
+    experts, given = bf16_experts(), tokens(num_tokens)
+    ids, router = given.topk_ids.long(), given.topk_weights.bfloat16()
+    y = experts(given.x, ids, router)
+    assert y.dtype == torch.bfloat16 and y.shape == given.x.shape
+    assert error(y, (given.x, ids, router), layer_of(experts)) < 3e-3
+
+
+@pytest.mark.parametrize(
+    ("act_fn", "activation"),
+    [
+        (torch.nn.SiLU(), "swiglu"),
+        (ACT2FN["gelu"], "geglu_erf"),
+        (ACT2FN["gelu_pytorch_tanh"], "geglu_tanh"),
+        (torch.nn.GELU(), "geglu_erf"),
+        (torch.nn.GELU("tanh"), "geglu_tanh"),
+    ],
+)
+@torch.no_grad()
+def test_activations(act_fn, activation):
+    """In both formats."""
+    given = tokens(9)
+    for experts, layer in ((bf16_experts(), None), (fp8_experts(), LAYER)):
+        experts.act_fn = act_fn
+        y = experts(*given)
+        wanted = layer or layer_of(experts)
+        assert error(y, given, wanted, activation=activation) < 4e-3
+        assert integration._activation(experts) == activation
+        assert activation == "swiglu" or error(y, given, wanted) > 1e-2
+
+
+@torch.no_grad()
+def test_bf16_model():
+    """Logits beside eager's, and tokens one by one."""
+    prompt = torch.arange(12)[None]
+    model, reference_model = (bf16_model(kind, num_hidden_layers=1) for kind in ("jitmoe", "eager"))
+    logits, wanted = (m(prompt).logits.float() for m in (model, reference_model))
+    assert (logits - wanted).norm() < 0.01 * wanted.norm()
+    longer = model.generate(prompt, max_new_tokens=3, min_new_tokens=3, do_sample=False)
+    assert longer.shape == (1, 15)
+    model.set_experts_implementation("eager")
+    assert torch.equal(model(prompt).logits.float(), wanted)
 
 
 @torch.no_grad()
@@ -173,13 +233,16 @@ def test_register_refuses_other_backends():
         integration.register(backend="triton")
 
 
-def test_bf16_experts_are_refused():
+@torch.no_grad()
+def test_experts_in_f32_are_refused():
     model = bf16_model("jitmoe", num_hidden_layers=1)
+    experts = model.model.layers[0].mlp.experts
+    experts.gate_up_proj.data = experts.gate_up_proj.data.float()
     message = refused(lambda: model(torch.arange(3)[None]))
-    assert message.startswith("Qwen3MoeExperts of qwen3_moe: ") and "got bfloat16" in message
-    assert 'load an FP8 checkpoint, or choose "grouped_mm"' in message
-    model.set_experts_implementation("eager")
-    assert model(torch.arange(3)[None]).logits.isfinite().all()
+    assert message.startswith("Qwen3MoeExperts of qwen3_moe: ")
+    assert "needs weights in bfloat16 or block FP8, got float32; load the model with" in message
+    message = refused(lambda: experts(tokens(3).x.float(), *tokens(3)[1:]))
+    assert "activations in bfloat16, got float32" in message
 
 
 @torch.no_grad()
@@ -223,6 +286,34 @@ def test_other_experts_are_refused(field, value, words):
         experts(*tokens(3))
     assert str(caught.value).startswith("FP8Experts of qwen3_moe: ")
     refused(lambda: experts(*tokens(3)))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("has_gate", False, "needs has_gate True, got False"),
+        ("is_concatenated", False, "is_concatenated True"),
+        ("is_transposed", True, "is_transposed False"),
+        ("has_bias", True, "has_bias False"),
+        ("has_post_expert_norm", True, "has_post_expert_norm False"),
+        ("limit", 7.0, "limit None as swiglu_limit, got 7.0"),
+        ("act_fn", ACT2FN["quick_gelu"], "activation silu or gelu, got Quick"),
+        ("_apply_gate", lambda gate_up: gate_up, r"_apply_gate act\(gate\) \* up, got"),
+    ],
+)
+@torch.no_grad()
+def test_other_bf16_experts_are_refused(field, value, words):
+    experts = bf16_experts()
+    setattr(experts, field, value)
+    with pytest.raises(NotImplementedError, match=words) as caught:
+        experts(*tokens(3))
+    assert str(caught.value).startswith("Qwen3MoeExperts of qwen3_moe: ")
+    refused(lambda: experts(*tokens(3)))
+
+
+def test_bf16_experts_refuse_grad():
+    with pytest.raises(RuntimeError, match="no backward.* of w13, w2;"):
+        bf16_experts()(*tokens(3))
 
 
 @torch.no_grad()

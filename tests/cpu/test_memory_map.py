@@ -101,7 +101,7 @@ def test_memories_of_plans(plan):
 def test_shared_memory_is_used_up_by_stages(plan):
     limit = GPUS["h200"].smem_bytes
     assert plan.smem.num_bytes <= limit
-    stage_bytes = plan.block_k * (plan.block_rows + plan.tile_tokens)
+    stage_bytes = plan.block_k_bytes * (plan.block_rows + plan.tile_tokens)
     assert stage_bytes * plan.num_stages <= plan.smem.num_bytes
     if plan.num_stages < SIZES[plan.bucket][0][0]:
         assert replace(plan, num_stages=plan.num_stages + 1).smem.num_bytes > limit

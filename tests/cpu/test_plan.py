@@ -445,6 +445,77 @@ def test_a_gpu_of_more_sms_than_counters_is_refused():
         choose(S1, H200).check(replace(H200, num_sms=145))
 
 
+BF16 = MoeProblem(1, 2880, 2880, 32, 4, "bf16")  # gpt-oss
+
+
+def test_bf16_by_hand():
+    problem = MoeProblem(3, 144, 208, 4, 2, "bf16")
+    assert problem.expert_bytes == 2 * 3 * 144 * 208
+    assert problem.activation_bytes == 3 * (2 * 144 + 8 * 2 + 2 * 144)
+    plan = choose(problem, H200)
+    assert (plan.format, plan.quantizes, plan.block_k, plan.block_k_bytes) == ("bf16", 0, 64, 128)
+    assert (plan.num_k_blocks_1, plan.num_k_blocks_2) == (3, 4)
+    fp8 = choose(replace(problem, hidden=256, format="fp8_block"), H200)
+    for name in ("weight_tile_bytes", "token_tile_bytes", "block_k_bytes", "mid_stride"):
+        assert plan.constants[name] == fp8.constants[name]
+    assert (plan.constants["element_bytes"], fp8.constants["element_bytes"]) == (2, 1)
+
+
+def test_bf16_memory():
+    """Twice the bytes of a channel, no scales, and in decode no copy of x."""
+    for num_tokens in (8, 8192):
+        plan = choose(with_tokens(BF16, num_tokens), H200)
+        sizes = {r.name: r.num_bytes for r in plan.scratch(num_tokens).regions}
+        rows = plan.row_capacity(num_tokens)
+        assert sizes["pool"] == (2 * 2880 * rows if plan.split_tokens else 0)
+        assert sizes["mid"] == 2 * 2944 * rows
+        assert sizes["pool_scale"] == sizes["mid_scale"] == 0
+
+
+def test_bf16_plans():
+    plans = plans_of_model(BF16, H200)
+    assert {plan.bucket: plan.format for plan in plans.values()} == {
+        "decode": "bf16",
+        "prefill": "bf16",
+    }
+    assert plans == plans_of_model(with_tokens(BF16, 100), H200)
+    assert decode_limit(BF16) == decode_limit(replace(BF16, hidden=2944, format="fp8_block"))
+    assert plans["prefill"].unroll_k == 1
+
+
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)
+def test_bf16_floor(gpu):
+    """Twice the bytes; arithmetic at the rate of bf16."""
+    fp8 = replace(S1, num_tokens=32)
+    low, high = floor(fp8, gpu), floor(replace(fp8, format="bf16"), gpu)
+    assert high.memory_us == pytest.approx(2 * low.memory_us, rel=1e-2)
+    assert high.math_us == pytest.approx(low.math_us * gpu.fp8_tflops / gpu.bf16_tflops)
+    assert 1.7 < gpu.fp8_tflops / gpu.bf16_tflops < 2
+
+
+@pytest.mark.parametrize("hidden", [8, 100, 2888])
+def test_bf16_refuses_ragged_rows(hidden):
+    with pytest.raises(ValueError, match="hidden must be a multiple of 16 up to 16,384, got"):
+        replace(BF16, hidden=hidden)
+
+
+@pytest.mark.parametrize("format", ["fp8", None, "BF16", 3])
+def test_unknown_formats_are_refused(format):
+    with pytest.raises(ValueError, match="format must be one of fp8_block, bf16, got"):
+        replace(BF16, format=format)
+    with pytest.raises(PlanError, match="format must be one of fp8_block, bf16, got"):
+        replace(choose(S1, H200), format=format).check(ROOMY)
+
+
+def test_who_needs_the_whole_grid_in_bf16():
+    """Few tokens do not, for they are read as they are."""
+    decode, prefill = (choose(with_tokens(BF16, n), H200) for n in (8, 8192))
+    most = decode.num_local_pairs // decode.top_k
+    assert not decode.needs_whole_grid(most, x_is_bf16=True)
+    assert decode.needs_whole_grid(most + 1, x_is_bf16=True)
+    assert prefill.needs_whole_grid(1, x_is_bf16=True)
+
+
 def test_who_needs_the_whole_grid():
     """Few quantised tokens do not: every block finds its own way."""
     decode = choose(replace(S1, num_tokens=8), H200)

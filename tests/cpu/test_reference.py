@@ -135,6 +135,52 @@ def test_zero_tokens(requantize, top_k):
     assert y.shape == (0, 128) and y.dtype == np.float64
 
 
+def naive_bf16(x, ids, weights, w13, w2, requantize):
+    y = np.zeros((len(x), w2.shape[1]))
+    x, w13, w2 = (
+        fp8.decode_bf16(fp8.encode_bf16(part)) if part.dtype != np.uint16 else fp8.decode_bf16(part)
+        for part in (x, w13, w2)
+    )
+    for t in range(len(x)):
+        for e, weight in zip(ids[t], weights[t], strict=True):
+            if not 0 <= e < len(w2):
+                continue
+            gate, up = np.split(w13[e].astype(float) @ x[t].astype(float), 2)
+            mid = float(weight) * np.array([g / (1 + math.exp(-g)) for g in gate]) * up
+            mid = bf16(mid.astype(F32)).astype(float) if requantize else mid
+            row = w2[e].astype(float) @ mid
+            y[t] = (y[t].astype(F32) + bf16(row.astype(F32))) if requantize else y[t] + row
+    return y
+
+
+@pytest.mark.parametrize("routing", ["uniform", "unused", "duplicates"])
+@pytest.mark.parametrize("requantize", [False, True])
+def test_bf16_loop(routing, requantize):
+    layer = random_layer(4, 144, 80, seed=3, format="bf16")
+    assert layer.w13.dtype == np.uint16 and layer.w13_scale is layer.w2_scale is None
+    x, ids, weights = random_tokens(9, 144, 4, 3, seed=1, routing=routing)
+    ref = naive_bf16(x, ids, weights, layer.w13, layer.w2, requantize)
+    for tokens in (x, fp8.encode_bf16(x)):
+        y = mega_moe(tokens, None, ids, weights, *layer, requantize=requantize)
+        assert ref.any() and relative_error(y, ref) < 1e-12
+
+
+def test_bf16_factors_are_rounded_with_mid():
+    """Once, with the router weight and the factor; not at all in the exact formula."""
+    layer = random_layer(2, 32, 16, seed=3, format="bf16")
+    x, ids, weights = random_tokens(4, 32, 2, 1, seed=1)
+    args = x, None, ids, weights, *layer
+    both = [
+        mega_moe(*args, requantize=r, routed_scaling_factor=factor)
+        for factor in (3.0, 1.0)
+        for r in (False, True)
+    ]
+    assert relative_error(both[0], 3 * both[2]) < 1e-12
+    assert 1e-4 < relative_error(both[1], 3 * both[3]) < 1e-2
+    scaled = mega_moe(x, None, ids, 3 * weights, *layer, requantize=True)
+    assert relative_error(scaled, both[1]) < 1e-3
+
+
 # By hand.
 
 

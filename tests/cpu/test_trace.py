@@ -236,8 +236,10 @@ def test_an_untraced_kernel_has_no_trace(tmp_path):
 
 
 @pytest.mark.parametrize("bucket", ["decode", "prefill"])
-def test_traced_kernels_compile_clean(bucket):
-    plan = replace(plans_of_model(MoeProblem(0, 7168, 2048, 32, 8), GPU)[bucket], trace=True)
+@pytest.mark.parametrize("format", ["fp8_block", "bf16"])
+def test_traced_kernels_compile_clean(format, bucket):
+    problem = MoeProblem(0, 7168, 2048, 32, 8, format)
+    plan = replace(plans_of_model(problem, GPU)[bucket], trace=True)
     plan.check(GPU)
     cubin = nvrtc.compile(render(plan), plan.arch, "kernel.cu")
     cubin.resources.check(plan, cubin.log)

@@ -97,7 +97,9 @@ def test_plan_refuses_other_functions():
 
 
 def test_scalars_are_the_last_parameters():
-    scalars = DEFAULT.scalars
+    assert DEFAULT.scalars("fp8_block")["mid_scale_unit"] == 1 / 448
+    scalars = DEFAULT.scalars("bf16")
+    assert scalars["mid_scale_unit"] == 1.0
     assert list(scalars) == [p.name for p in choose(PROBLEM, H200).params[-len(scalars) :]]
 
 

@@ -38,8 +38,8 @@ class Layer(NamedTuple):
 class Call(NamedTuple):
     layer: Layer
     tokens: reference.Tokens
-    codes: object  # x quantised, as mega_moe does inside
-    scale: object
+    codes: object  # x quantised, as mega_moe does inside; with bf16 weights, its bits
+    scale: object  # None with bf16 weights
 
     @property
     def fp8(self):
@@ -93,15 +93,17 @@ class Call(NamedTuple):
 
 @pytest.fixture(scope="session")
 def make_layer():
-    """make_layer(num_experts, hidden, intermediate, seed=0): memoised."""
+    """make_layer(num_experts, hidden, intermediate, seed=0, format="fp8_block"): memoised."""
     import cupy
 
     made = {}
 
-    def make(num_experts, hidden, intermediate, seed=0, outliers=0):
-        key = (num_experts, hidden, intermediate, seed, outliers)
+    def make(num_experts, hidden, intermediate, seed=0, outliers=0, format="fp8_block"):
+        key = (num_experts, hidden, intermediate, seed, outliers, format)
         if key not in made:
-            codes = reference.random_layer(*key[:3], seed=seed, xp=cupy, outliers=outliers)
+            codes = reference.random_layer(
+                *key[:3], seed=seed, xp=cupy, outliers=outliers, format=format
+            )
             weights = ExpertWeights(codes.w13, codes.w2, codes.w13_scale, codes.w2_scale)
             made[key] = Layer(codes, weights, *key[:3])
         return made[key]
@@ -126,6 +128,8 @@ def make_call(make_layer):
             xp=cupy,
             outliers=outliers,
         )
+        if layer.weights.format == "bf16":
+            return Call(layer, tokens, encode_bf16(tokens.x, cupy), None)
         return Call(layer, tokens, *quantize_tokens(tokens.x, cupy))
 
     return make

@@ -3,6 +3,7 @@
 import pytest
 
 from jitmoe import Activation, ExpertWeights, mega_moe, reference
+from jitmoe.reference_biases import random_biases
 
 EXACT_BOUND = 2.6e-2  # the noise of the format, at sizes that average it out
 
@@ -44,6 +45,81 @@ def test_outliers(make_layer, make_call, workspace, num_tokens):
     """Channels 30 times as large as the others: accumulation and scales are per 128 channels."""
     call = make_call(make_layer(8, 1024, 512, outliers=8), num_tokens, 2, outliers=8)
     call.check(call.run(call.fp8, workspace), 5e-2)
+
+
+# Of bf16 weights: the same ends, rows that end inside a k-block of 64, and few tiles of many
+# k-blocks, which decode cuts.
+BF16_BOUND = 5e-3
+BF16_SHAPES = {
+    "even": (16, 512, 256, 4),
+    "ragged_208": (12, 272, 208, 3),
+    "ragged_rows": (8, 144, 80, 2),
+    "tiny_16": (4, 16, 16, 2),
+    "many_experts": (300, 256, 128, 8),
+    "one_expert": (1, 320, 384, 1),
+    "parts": (2, 4112, 2064, 2),
+    "gpt_oss": (32, 2880, 2880, 4),
+    "top_32": (64, 256, 128, 32),
+}
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 60, 333, 2100])
+@pytest.mark.parametrize("shape", BF16_SHAPES)
+def test_bf16_shapes(make_layer, make_call, workspace, shape, num_tokens):
+    *sizes, top_k = BF16_SHAPES[shape]
+    call = make_call(make_layer(*sizes, format="bf16"), num_tokens, top_k)
+    y = call.run(call.bf16, workspace)
+    call.check(y, BF16_BOUND)
+    assert (y == call.run(call.bf16, workspace)).all(), "the same bits"
+
+
+@pytest.mark.parametrize("num_tokens", [5, 64, 700, 3000])
+@pytest.mark.parametrize("routing", reference.ROUTINGS)
+def test_bf16_routings(make_layer, make_call, workspace, routing, num_tokens):
+    call = make_call(make_layer(24, 528, 272, format="bf16"), num_tokens, 4, routing)
+    call.check(call.run(call.bf16, workspace), BF16_BOUND)
+
+
+@pytest.mark.parametrize("num_tokens", [16, 300, 2000])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        {"activation": "swiglu_oai"},
+        {"activation": "geglu_tanh"},
+        {"activation": "geglu_erf"},
+        {"routed_scaling_factor": 2.5},
+        {"apply_router_weight_on_input": True, "routed_scaling_factor": -0.5},
+    ],
+    ids=str,
+)
+def test_bf16_variants(make_layer, make_call, workspace, variant, num_tokens):
+    call = make_call(make_layer(8, 528, 320, format="bf16"), num_tokens, 2)
+    call.check(call.run(call.bf16, workspace, **variant), BF16_BOUND, **variant)
+
+
+@pytest.mark.parametrize("num_tokens", [4, 64])
+def test_bf16_launches_in_a_row(make_layer, make_call, workspace, num_tokens):
+    """Each may begin while the one before ends, and reads what that wrote."""
+    import cupy
+
+    call = make_call(make_layer(32, 1024, 512, format="bf16"), num_tokens, 4)
+    ids, router = call.tokens.topk_ids, call.tokens.topk_weights
+
+    def chain(after_each):
+        x = call.bf16
+        for _ in range(12):
+            y = cupy.full(x.shape, 0xFFFF, cupy.uint16)
+            weights = call.layer.weights
+            mega_moe(x, ids, router, weights, routed_scaling_factor=4.0, out=y, workspace=workspace)
+            after_each()
+            x = y
+        cupy.cuda.Device().synchronize()
+        workspace.check()
+        return x
+
+    apart = chain(cupy.cuda.Device().synchronize)
+    for _ in range(20):
+        assert (chain(lambda: None) == apart).all()
 
 
 ACTIVATIONS = [
@@ -103,7 +179,7 @@ def test_biases(make_layer, make_call, workspace, dtype, gate_up, sizes, num_tok
     from jitmoe.fp8 import encode_bf16
 
     layer = make_layer(*sizes)
-    codes, biases = layer.codes, reference.random_biases(*sizes, seed=3, xp=cupy)
+    codes, biases = layer.codes, random_biases(*sizes, seed=3, xp=cupy)
     given = [encode_bf16(bias, cupy) if dtype == "bf16" else bias for bias in biases]
     weights = ExpertWeights(
         codes.w13,

@@ -71,6 +71,7 @@ void store_matrices(void* row, const u32* matrices, u32 count, bool transposed);
 // Warpgroup matrix multiply, m64nNk32 e4m3: d has N / 2 registers of the running thread.
 void wgmma_fence();
 void wgmma(float* d, u32 n, bool accumulate, u64 a, u64 b);
+void wgmma_bf16(float* d, u32 n, u64 a, u64 b);
 void wgmma_commit();
 void wgmma_wait(u32 num_newest);
 

@@ -6,7 +6,7 @@
 
 namespace emu {
 
-constexpr u32 kRows = 16, kMaxN = 256, kDepth = 32;  // rows of a warp; k of an instruction
+constexpr u32 kRows = 16, kMaxN = 256, kDepth = 32;  // rows of a warp; bytes along k of an instruction
 
 // The accumulators of a warp, out of the threads' registers while multiplies on them are in flight.
 struct Accumulators {
@@ -17,7 +17,7 @@ struct Operation {
     bool is_commit = false;
     AsyncAgent agent;  // of a commit: as it was for the group
     u32 n = 0;
-    bool accumulate = false;
+    bool accumulate = false, is_bf16 = false;
     u64 a = 0, b = 0;
     u32 num_lanes = 0;  // that have issued it
     float* d[kWarpLanes] = {};
@@ -162,8 +162,37 @@ static void multiply_as_hardware(const Operands& operands, u32 n, bool accumulat
     }
 }
 
+// Of bf16, 16 deep, added up in double and rounded to fp32 once.
+static void multiply_bf16(const Operands& operands, u32 n, bool accumulate, Accumulators& accumulators) {
+    const auto decode = [](u8 low, u8 high) {
+        const u32 bits = u32(high) << 24 | u32(low) << 16;
+        float value;
+        __builtin_memcpy(&value, &bits, sizeof value);
+        return double(value);
+    };
+    static double b[kDepth / 2][kMaxN];
+    for (u32 k = 0; k < kDepth / 2; ++k) {
+        for (u32 column = 0; column < n; ++column) {
+            b[k][column] = decode(operands.b[2 * k][column], operands.b[2 * k + 1][column]);
+        }
+    }
+    for (u32 r = 0; r < kRows; ++r) {
+        double sums[kMaxN];
+        float* c = accumulators.c[r];
+        for (u32 column = 0; column < n; ++column) sums[column] = accumulate ? c[column] : 0.0f;
+        for (u32 k = 0; k < kDepth / 2; ++k) {
+            const double a = decode(operands.a[r][2 * k], operands.a[r][2 * k + 1]);
+            for (u32 column = 0; column < n; ++column) sums[column] += a * b[k][column];
+        }
+        for (u32 column = 0; column < n; ++column) c[column] = float(sums[column]);
+    }
+}
+
 static void multiply(const WgmmaStream& stream, const Operation& operation) {
-    const auto how = machine.hardware_sums ? multiply_as_hardware : multiply_exactly;
+    if (operation.is_bf16 && machine.hardware_sums) fail("wgmma: how an H200 cuts sums of bf16 off is not known");
+    const auto how = operation.is_bf16       ? multiply_bf16
+                     : machine.hardware_sums ? multiply_as_hardware
+                                             : multiply_exactly;
     how(load_operands(stream, operation), operation.n, operation.accumulate, *operation.accumulators);
 }
 
@@ -182,7 +211,7 @@ static Operation& issue(const Operation& wanted) {
     if (idx == s.operations.size()) s.operations.push_back(wanted);
     Operation& o = s.operations[idx];
     if (o.is_commit != wanted.is_commit || o.n != wanted.n || o.accumulate != wanted.accumulate || o.a != wanted.a ||
-        o.b != wanted.b) {
+        o.b != wanted.b || o.is_bf16 != wanted.is_bf16) {
         fail("wgmma: lanes of a warp issue different operations");
     }
     o.num_lanes += 1;
@@ -226,7 +255,7 @@ void wgmma_fence() {
     machine.current->wgmma_fenced = true;
 }
 
-void wgmma(float* d, u32 n, bool accumulate, u64 a, u64 b) {
+static void start_multiply(float* d, u32 n, bool accumulate, bool is_bf16, u64 a, u64 b, const void* at) {
     maybe_switch();
     Fiber* self = machine.current;
     check_descriptor(a, 64, "A");
@@ -234,12 +263,13 @@ void wgmma(float* d, u32 n, bool accumulate, u64 a, u64 b) {
     Operation wanted;
     wanted.n = n;
     wanted.accumulate = accumulate;
+    wanted.is_bf16 = is_bf16;
     wanted.a = a;
     wanted.b = b;
     Operation& o = issue(wanted);
     if (o.num_lanes == 1) {
         log_call(o);
-        check_operands(o, __builtin_return_address(0));
+        check_operands(o, at);
     }
     // "Accesses to the accumulators are undefined until the wait; further multiplies of the same shape on them need no
     // fence." The values move out of the registers, which are poison meanwhile.
@@ -263,6 +293,12 @@ void wgmma(float* d, u32 n, bool accumulate, u64 a, u64 b) {
         d[i] = __builtin_nanf("");
     }
 }
+
+void wgmma(float* d, u32 n, bool accumulate, u64 a, u64 b) {
+    start_multiply(d, n, accumulate, false, a, b, __builtin_return_address(0));
+}
+
+void wgmma_bf16(float* d, u32 n, u64 a, u64 b) { start_multiply(d, n, true, true, a, b, __builtin_return_address(0)); }
 
 void wgmma_commit() {
     maybe_switch();

@@ -1,0 +1,45 @@
+"""What the fused layer's kernel keeps in device memory within a launch."""
+
+from __future__ import annotations
+
+from jitmoe.plan.formats import format_of
+from jitmoe.plan.memory_map import MemoryMap, Region
+
+
+def scratch(plan, num_tokens: int) -> MemoryMap:
+    """Regions of a MegaMoePlan that hold nothing between launches; empty ones are not used."""
+    tokens, c = max(num_tokens, 1), plan.derived_constants
+    pairs, rows = tokens * plan.top_k, plan.row_capacity(num_tokens)
+    width = format_of(plan.format).element_bytes
+    scale_rows = rows if plan.quantizes else 0
+    if plan.split_tokens:
+        x = (
+            Region("pool", "u8", (rows, width * plan.hidden), 256),
+            Region("pool_scale", "f32", (plan.num_k_blocks_1, scale_rows), 256),
+        )
+    else:
+        copies = tokens if plan.quantizes else 0  # else rows are read where they lie
+        x = (
+            Region("pool", "u8", (copies, plan.hidden), 256),
+            Region("pool_scale", "f32", (copies, c["x_quant_scale_stride"]), 256),
+        )
+    return MemoryMap(
+        (
+            *x,
+            Region("row_pairs", "u32", (rows,), 256),
+            Region("mid", "u8", (rows, width * c["mid_stride"]), 256),
+            Region("mid_scale", "f32", (plan.num_k_blocks_2, scale_rows), 256),
+            Region("slices", "u16", (pairs, plan.hidden), 256),
+            Region("parts", "f32", parts_shape(plan), 256),
+            *([plan.trace_rings(plan.max_blocks)] if plan.trace else []),
+        )
+    )
+
+
+def parts_shape(plan) -> tuple[int, ...]:
+    """Decode: sums of tiles in parts, by GEMM, part, and as math's threads hold them.
+
+    At most half as many tiles as blocks are in parts, and then no more parts than blocks.
+    """
+    blocks = 0 if plan.split_tokens else plan.max_blocks
+    return 2, blocks, plan.block_rows * plan.block_tokens
