@@ -40,10 +40,10 @@ def split_x(x) -> tuple:
 
 
 def read_call(
-    x, x_scale, topk_ids, topk_weights, weights: ExpertWeights, out
-) -> tuple[Fit, int, int, int, int, int]:
-    """Layouts that fit, then the addresses of x, x_scale, topk_ids, topk_weights and out; 0 for
-    None.
+    x, x_scale, topk_ids, topk_weights, weights: ExpertWeights, out, expert_counts=None
+) -> tuple[Fit, int, int, int, int, int, int]:
+    """Layouts that fit, then the addresses of x, x_scale, topk_ids, topk_weights, out and
+    expert_counts; 0 for None.
 
     A combination of layouts is checked once, addresses always.
     """
@@ -57,17 +57,36 @@ def read_call(
     y_ptr, y_signature = 0, None
     if out is not None:
         y_ptr, y_signature = signer(type(out))(out, "out")
-    key = (x_signature, scale_signature, ids_signature, router_signature, y_signature)
+    counts_ptr, counts_signature = 0, None
+    if expert_counts is not None:
+        kind = type(expert_counts)
+        counts_ptr, counts_signature = signer(kind)(expert_counts, "expert_counts")
+    key = (
+        x_signature,
+        scale_signature,
+        ids_signature,
+        router_signature,
+        y_signature,
+        counts_signature,
+    )
     fit = weights.calls.get(key)
     if fit is None or (x_ptr | y_ptr) % 16:
-        fit = weights.calls[key] = check_call(x, x_scale, topk_ids, topk_weights, weights, out)
+        given = x, x_scale, topk_ids, topk_weights, weights, out, expert_counts
+        fit = weights.calls[key] = check_call(*given)
     elif fit.out is not None:
         _check_apart(x_ptr, fit.x.num_bytes, y_ptr, fit.out.num_bytes)
-    return fit, x_ptr, scale_ptr, ids_ptr, router_ptr, y_ptr
+    return fit, x_ptr, scale_ptr, ids_ptr, router_ptr, y_ptr, counts_ptr
 
 
 def check_call(
-    x, x_scale, topk_ids, topk_weights, weights: ExpertWeights, out, read: Callable = view
+    x,
+    x_scale,
+    topk_ids,
+    topk_weights,
+    weights: ExpertWeights,
+    out,
+    expert_counts=None,
+    read: Callable = view,
 ) -> Fit:
     """Read the arguments, each by `read`: `view`, or `host_view` for NumPy arrays. Raises what
     `mega_moe` documents where they do not fit.
@@ -79,6 +98,13 @@ def check_call(
     y = None if out is None else read(out, "out")
     read(weights.tensors[0], "w13")  # refuses host weights on a GPU, and the reverse
     sizes = _check(x, scale, ids, router, y, weights)
+    if expert_counts is not None:
+        counts = read(expert_counts, "expert_counts")
+        remedy = "pass a counter for each expert of the weights"
+        check_array(
+            counts, "expert_counts", (weights.num_experts,), ("i32",), weights.device, remedy
+        )
+        check_contiguous(counts, "expert_counts")
     if y is not None:
         _check_apart(x.ptr, x.layout.num_bytes, y.ptr, y.layout.num_bytes)
     layouts = [array and array.layout for array in (x, scale, ids, router, y)]

@@ -21,6 +21,7 @@ from jitmoe.cli_cache import app as cache_app
 from jitmoe.cli_emulate import emulate
 from jitmoe.cli_layer import (
     Activation,
+    Bias,
     Config,
     Ep,
     Experts,
@@ -142,6 +143,7 @@ def plan(
     activation: Activation = None,
     gate_up: GateUp = "gate_first",
     weight_on_input: WeightOnInput = False,
+    bias: Bias = False,
     tokens: TokenCount = 32,
     gpu: Gpu = None,
     as_json: Json = False,
@@ -150,7 +152,7 @@ def plan(
     from jitmoe.report import plan_report, print_plan
 
     shape = layer_shape(model, config, hidden, intermediate, experts, top_k)
-    fields = layer_variant(shape, activation, gate_up, weight_on_input).plan_fields
+    fields = layer_variant(shape, activation, gate_up, weight_on_input, bias).plan_fields
     report = plan_report(shape.problem(tokens, ep, format), _spec(gpu), **fields)
     if as_json:
         typer.echo(json.dumps({"layer": title(shape, ep), **report}, indent=2))
@@ -171,6 +173,7 @@ def show(
     activation: Activation = None,
     gate_up: GateUp = "gate_first",
     weight_on_input: WeightOnInput = False,
+    bias: Bias = False,
     tokens: TokenCount = 32,
     gpu: Gpu = None,
     plain: Annotated[bool, typer.Option(help="Without colours.")] = False,
@@ -180,7 +183,7 @@ def show(
     from jitmoe.plan.heuristics import choose
 
     shape = layer_shape(model, config, hidden, intermediate, experts, top_k)
-    fields = layer_variant(shape, activation, gate_up, weight_on_input).plan_fields
+    fields = layer_variant(shape, activation, gate_up, weight_on_input, bias).plan_fields
     text = render(choose(shape.problem(tokens, ep, format), _spec(gpu), **fields))
     if plain or not sys.stdout.isatty():
         typer.echo(text, nl=False)
@@ -203,6 +206,7 @@ def warmup(
     activation: Activation = None,
     gate_up: GateUp = "gate_first",
     weight_on_input: WeightOnInput = False,
+    bias: Bias = False,
     arch: Annotated[str, typer.Option(help="Architecture to build for.")] = "sm_90a",
     jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Kernels at a time.")] = 1,
 ) -> None:
@@ -210,7 +214,7 @@ def warmup(
     from jitmoe.prebuild import model_plans, prebuild
 
     shape = layer_shape(model, config, hidden, intermediate, experts, top_k)
-    fields = layer_variant(shape, activation, gate_up, weight_on_input).plan_fields
+    fields = layer_variant(shape, activation, gate_up, weight_on_input, bias).plan_fields
     plans = model_plans(shape, ep, arch, format, **fields)
     if not prebuild(plans, jobs, _console()):
         raise typer.Exit(1)

@@ -12,6 +12,7 @@ import typer
 
 from jitmoe.cli_layer import (
     Activation,
+    Bias,
     Config,
     Ep,
     Experts,
@@ -44,6 +45,7 @@ def emulate(
     activation: Activation = None,
     gate_up: GateUp = "gate_first",
     weight_on_input: WeightOnInput = False,
+    bias: Bias = False,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of the call.")] = 40,
     routing: Annotated[
         str,
@@ -82,7 +84,7 @@ def emulate(
     named = any(value is not None for value in layer.values())
     shape = layer_shape(**layer) if named else layer_shape(None, None, **SMALL_LAYER)
     problem = shape.problem(tokens, ep, format)
-    variant = layer_variant(shape, activation, gate_up, weight_on_input)
+    variant = layer_variant(shape, activation, gate_up, weight_on_input, bias)
     kind = variant.activation.kind
     plan = choose(problem, gpu_spec("h200"), **variant.plan_fields)
     _warn_if_slow(*emulation.expected_seconds(problem, checked))
@@ -91,8 +93,8 @@ def emulate(
         typer.echo(
             f"{title(shape, ep)}: {tokens:,} tokens, hidden {shape.hidden:,}, intermediate "
             f"{shape.intermediate:,}, {problem.num_experts} experts, top_k {shape.top_k}; "
-            f"{format}, {kind}{', up first' * plan.up_first}"
-            f"{', router weights on tokens' * weight_on_input}, "
+            f"{format}, {kind}{', up first' * plan.up_first}{', interleaved' * plan.interleaved}"
+            f"{', biases' * bias}{', router weights on tokens' * weight_on_input}, "
             f"{plan.bucket} kernel, {blocks} block{'s' * (blocks > 1)}, "
             f"{routing} routing{', checked' * checked}"
         )
@@ -109,7 +111,7 @@ def emulate(
     call["activation"] = activation
     call["format"] = None if format == "fp8_block" else format
     call["gate_up"] = None if gate_up == "gate_first" else gate_up
-    flags = ["--checked"] * checked + ["--weight-on-input"] * weight_on_input
+    flags = ["--checked"] * checked + ["--weight-on-input"] * weight_on_input + ["--bias"] * bias
     replay = None if last.is_right else _command(layer | call, flags)
     if as_json:
         report = {
@@ -118,6 +120,7 @@ def emulate(
             "activation": kind,
             "gate_up": gate_up,
             "weight_on_input": weight_on_input,
+            "bias": bias,
             "bucket": plan.bucket,
             "routing": routing,
             "num_blocks": blocks,

@@ -23,10 +23,13 @@ Activation = Annotated[
     ),
 ]
 Format = Annotated[str, typer.Option(help="Of weights and activations: fp8_block or bf16.")]
-GateUp = Annotated[str, typer.Option(help="Order of rows in w13: gate_first or up_first.")]
+GateUp = Annotated[
+    str, typer.Option(help="Order of rows in w13: gate_first, up_first or interleaved.")
+]
 WeightOnInput = Annotated[
     bool, typer.Option("--weight-on-input", help="Router weights multiply tokens, not sums.")
 ]
+Bias = Annotated[bool, typer.Option("--bias", help="Experts have biases.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -55,7 +58,7 @@ def layer_shape(model, config, hidden, intermediate, experts, top_k):
     return models.ModelShape("layer", hidden, intermediate, experts, top_k, "command line")
 
 
-def layer_variant(shape, activation: str | None, gate_up: str, weight_on_input: bool):
+def layer_variant(shape, activation: str | None, gate_up: str, weight_on_input: bool, bias: bool):
     """The Variant that the options name, with the activation of the shape if they name none."""
     from jitmoe.plan import variant
 
@@ -63,6 +66,7 @@ def layer_variant(shape, activation: str | None, gate_up: str, weight_on_input: 
         activation or shape.activation,
         apply_router_weight_on_input=weight_on_input,
         gate_up=gate_up,
+        has_bias=bias,
     )
 
 

@@ -30,6 +30,7 @@ def mega_moe(
     apply_router_weight_on_input: bool = False,
     first_expert: int = 0,
     out=None,
+    expert_counts=None,
     stream=None,
     workspace: Workspace | None = None,
     plan: MegaMoePlan | None = None,
@@ -61,6 +62,8 @@ def mega_moe(
                   it: gate and up before the activation
     first_expert  id of the first expert of `weights`, where ids count those of all ranks
     out           [num_tokens, hidden] bf16, written in place (default: a new array of x's family)
+    expert_counts None, or [num_experts] int32, to which the call adds how many slots of its tokens
+                  each expert of `weights` got; whoever reads it clears it
     stream        an address or a CuPy or PyTorch stream (default: the current stream of x's
                   library)
     workspace     a Workspace (default: one for each device and stream)
@@ -75,8 +78,12 @@ def mega_moe(
     only if written so). It then reads weights, and nothing else for good, before that kernel is
     over: whoever writes weights must not allow it.
 
-    A kernel is built for each function of activations and each apply_router_weight_on_input, none
-    for numbers.
+    With biases, y[t] is the sum of topk_weights[t, s] * (w2[e] @ mid + w2_bias[e]), and w13_bias[e]
+    is added to gate and up. apply_router_weight_on_input then multiplies w13[e] @ x[t] alone, and
+    neither bias.
+
+    A kernel is built for each function of activations, each apply_router_weight_on_input and each
+    order of w13's rows, with and without biases; none for numbers.
 
     Returns `out`. uint8 and uint16 arrays stand for e4m3 and bf16 of the same bits. The same inputs
     give the same bits. May be captured into a CUDA graph after one call, or `warmup`, outside.
@@ -89,10 +96,10 @@ def mega_moe(
     wants = (activation, routed_scaling_factor, apply_router_weight_on_input, first_expert)
     if backend != "cuda":
         _check_emulated(backend, stream, workspace)
-        return _emulated(x, topk_ids, topk_weights, weights, out, plan, wants)
+        return _emulated(x, topk_ids, topk_weights, weights, out, expert_counts, plan, wants)
     x_rows, x_scale = split_x(x)
-    fit, x_ptr, scale_ptr, ids_ptr, router_ptr, y_ptr = read_call(
-        x_rows, x_scale, topk_ids, topk_weights, weights, out
+    fit, x_ptr, scale_ptr, ids_ptr, router_ptr, y_ptr, counts_ptr = read_call(
+        x_rows, x_scale, topk_ids, topk_weights, weights, out, expert_counts
     )
     if out is None:
         out = arrays.empty_rows(
@@ -126,6 +133,7 @@ def mega_moe(
         router_ptr,
         *weights.scale_addresses,
         y_ptr,
+        counts_ptr,
     )
     ready.kernel.launch(ready.params, stream, ready.cooperative)
     return out
@@ -146,7 +154,7 @@ class Ready(NamedTuple):
 
 MAX_READY = 4096  # remembered for a workspace; then all are made ready again
 
-_NO_ADDRESSES = (0,) * 7  # x to y, which every call writes
+_NO_ADDRESSES = (0,) * 8  # x to expert_counts, which every call writes
 
 
 def _make_ready(
@@ -158,7 +166,7 @@ def _make_ready(
     wants: tuple,
 ) -> Ready:
     key = (fit, plan, wants)
-    variant = Variant(*wants, gate_up=weights.gate_up)
+    variant = Variant(*wants, **weights.variant_fields)
     plan = find_plan(weights, fit.num_tokens, fit.top_k, variant, plan)
     prepared = prepare(weights, plan, workspace, fit.num_tokens, stream)
     x_is_bf16 = fit.x_scale is None
@@ -167,6 +175,7 @@ def _make_ready(
         *_NO_ADDRESSES,
         *prepared.memory,
         workspace.status_address,
+        *weights.bias_fields,
         fit.x.strides[0] * (2 if x_is_bf16 else 1),
         0 if x_is_bf16 else fit.x_scale.strides[0],
         0 if x_is_bf16 else fit.x_scale.strides[1],
@@ -205,16 +214,17 @@ def _check_emulated(backend, stream, workspace) -> None:
             )
 
 
-def _emulated(x, topk_ids, topk_weights, weights, out, plan, wants):
+def _emulated(x, topk_ids, topk_weights, weights, out, expert_counts, plan, wants):
     """mega_moe() for backend="emulated": the same checks, the plan of an H200."""
     x_rows, x_scale = split_x(x)
-    fit = check_call(x_rows, x_scale, topk_ids, topk_weights, weights, out, host_view)
-    variant = Variant(*wants, gate_up=weights.gate_up)
+    given = x_rows, x_scale, topk_ids, topk_weights, weights, out
+    fit = check_call(*given, expert_counts, host_view)
+    variant = Variant(*wants, **weights.variant_fields)
     if fit.num_tokens:
         plan = find_plan(weights, fit.num_tokens, fit.top_k, variant, plan)
     from jitmoe.fused_emulated import run
 
-    return run(plan, x_rows, x_scale, topk_ids, topk_weights, weights, out, variant)
+    return run(plan, *given, variant, expert_counts)
 
 
 def workspace_bytes(weights: ExpertWeights, num_tokens: int, top_k: int) -> int:
@@ -251,7 +261,7 @@ def warmup(
     variant = Variant(
         activation,
         apply_router_weight_on_input=apply_router_weight_on_input,
-        gate_up=weights.gate_up,
+        **weights.variant_fields,
     )
     edges = bucket_edges(weights, num_tokens, top_k)
     last = {find_plan(weights, n, top_k, variant): n for n in edges}

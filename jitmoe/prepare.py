@@ -82,8 +82,8 @@ def _weight_maps(weights: ExpertWeights, plan: MegaMoePlan) -> tuple[bytes, byte
     """Maps of w13 and w2 whose boxes are one tile of `block_rows` weight rows by a k-block; of
     bytes, whatever the format.
 
-    The map of w13 has dimensions (hidden, 8 rows, gate | up, intermediate / 8, expert), so that one
-    box lands gate and up in alternating groups of 8 rows, straight from [gate; up].
+    The map of w13 has dimensions (hidden, 8 channels, gate | up, intermediate / 8, expert), so that
+    one box lands gate and up in alternating groups of 8 rows, whatever order they lie in.
     """
     key = "weight_maps"
     if key not in weights.memo:
@@ -91,11 +91,12 @@ def _weight_maps(weights: ExpertWeights, plan: MegaMoePlan) -> tuple[bytes, byte
         width = format_of(plan.format).element_bytes
         expert_13, row_13 = (width * stride for stride in w13.strides[:2])
         expert_2, row_2 = (width * stride for stride in w2.strides[:2])
+        channel, up = (2, 1) if plan.interleaved else (1, half)  # rows from one to the next
         weights.memo[key] = (
             encode_u8_map(
                 w13.ptr,
                 [width * weights.hidden, 8, 2, half // 8, weights.num_experts],
-                [row_13, half * row_13, 8 * row_13, expert_13],
+                [channel * row_13, up * row_13, 8 * channel * row_13, expert_13],
                 [plan.block_k_bytes, 8, 2, plan.block_rows // 16, 1],
             ),
             encode_u8_map(

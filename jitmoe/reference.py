@@ -43,6 +43,8 @@ def mega_moe(
     routed_scaling_factor: float = 1.0,
     apply_router_weight_on_input: bool = False,
     first_expert: int = 0,
+    w13_bias=None,
+    w2_bias=None,
     xp=np,
 ):
     """y[t] = factor * sum over slots s of topk_weights[t, s] * mid @ w2[e].T
@@ -51,7 +53,8 @@ def mega_moe(
     silu(gate) * up, and factor = routed_scaling_factor (DeepSeek-V3, inference/model.py, Gate: it
     multiplies the router weights). With apply_router_weight_on_input, topk_weights[t, s] multiplies
     the token instead, and by that gate and up (Llama 4, modeling_llama4.py of transformers,
-    Llama4TextMoe).
+    Llama4TextMoe). Biases are added to gate and up, which weights on tokens have multiplied, and to
+    mid @ w2[e].T before it is weighted (gpt-oss, gpt_oss/torch/model.py, MLPBlock).
 
     x             [num_tokens, hidden] e4m3; or float or bf16 bits, with x_scale None, which
                   `quantize_tokens` then quantises, unless weights are bf16
@@ -60,12 +63,15 @@ def mega_moe(
                   and its weight is not looked at; an expert that a token names twice counts twice
     topk_weights  [num_tokens, top_k] float or bf16 bits
     w13           [num_experts, 2*intermediate, hidden] e4m3; or float or bf16 bits, with scales
-                  None; gate rows first, or up rows first with gate_up="up_first"
+                  None; gate rows first, or up rows first with gate_up="up_first", or by turns with
+                  gate_up="interleaved"
     w13_scale     [num_experts, ceil(2*intermediate/128), hidden/128] by absolute row: unless
                   intermediate is a multiple of 128, one block holds the end of the first half and
-                  the start of the second
+                  the start of the second; of interleaved rows, 64 of each
     w2            [num_experts, hidden, intermediate] as w13
     w2_scale      [num_experts, hidden/128, ceil(intermediate/128)]
+    w13_bias      None or [num_experts, 2*intermediate] float or bf16 bits, in the order of rows
+    w2_bias       None or [num_experts, hidden]
     returns       float64 [num_tokens, hidden], before the rounding to bf16
 
     requantize=False is the formula on the dequantised inputs, in float64. requantize=True rounds
@@ -107,16 +113,23 @@ def mega_moe(
         pair_weights = weights[tokens, slots][:, None]
         if apply_router_weight_on_input:
             gate_and_up, pair_weights = pair_weights * gate_and_up, 1.0
-        gate, up = gate_and_up[:, :intermediate], gate_and_up[:, intermediate:]
+        if w13_bias is not None:
+            gate_and_up = gate_and_up + to_float(w13_bias[expert], xp.float64, xp)
+        if gate_up == "interleaved":
+            gate, up = gate_and_up[:, ::2], gate_and_up[:, 1::2]
+        else:
+            gate, up = gate_and_up[:, :intermediate], gate_and_up[:, intermediate:]
         if gate_up == "up_first":
             gate, up = up, gate
         mid = activate(gate, up, activation, xp)
-        factors = routed_scaling_factor * pair_weights
+        factors = bias_factors = routed_scaling_factor * pair_weights
         if requantize and is_fp8:
             mid = dequantize_tokens(*quantize_tokens(mid, xp), xp)
         elif requantize:
             mid, factors = round_bf16(factors * mid, xp).astype(xp.float64), 1.0
         rows = factors * xp.matmul(mid, w2_e.T)
+        if w2_bias is not None:
+            rows = rows + bias_factors * to_float(w2_bias[expert], xp.float64, xp)
         if requantize:
             slot_rows[tokens, slots] = round_bf16(rows, xp)
             continue

@@ -51,7 +51,7 @@ def trace(
         )
     x_rows, x_scale = split_x(x)
     read = host_view if is_emulated else view
-    fit = check_call(x_rows, x_scale, topk_ids, topk_weights, weights, out, read)
+    fit = check_call(x_rows, x_scale, topk_ids, topk_weights, weights, out, read=read)
     if fit.num_tokens == 0:
         raise ValueError("x must have tokens for a trace, got none; pass one at least")
     gpu = gpu_spec("h200") if is_emulated else device_spec(weights.device)
@@ -61,7 +61,7 @@ def trace(
         "apply_router_weight_on_input": apply_router_weight_on_input,
         "first_expert": first_expert,
     }
-    variant = Variant(**wants, gate_up=weights.gate_up)
+    variant = Variant(**wants, **weights.variant_fields)
     plan = find_plan(weights, fit.num_tokens, fit.top_k, variant, plan)
     plan = replace(plan, trace=True)
     plan.check(gpu)

@@ -32,12 +32,17 @@ class ExpertWeights:
     """Views of the experts' weights, block-quantised FP8 or bf16, validated once.
 
     w13        [num_experts, 2 * intermediate, hidden] e4m3 or bf16 (or uint8 or uint16 of the same
-               bits): gate rows first, then up, or the reverse
+               bits): gate rows first, then up, or as gate_up says
     w2         [num_experts, hidden, intermediate] of the same dtype
     w13_scale  [num_experts, ceil(2 * intermediate / 128), hidden / 128] f32: block scales, value =
                code * scale; None for bf16
     w2_scale   [num_experts, hidden / 128, ceil(intermediate / 128)] f32; None for bf16
-    gate_up    "gate_first" or "up_first": the order of rows in w13 and of blocks in w13_scale
+    w13_bias   [num_experts, 2 * intermediate] bf16 (or uint16 of the same bits) or f32: added to
+               gate and up, in the order of w13's rows
+    w2_bias    [num_experts, hidden] of the same dtype: added to what an expert gives. Both or none:
+               zeros stand for one that is missing
+    gate_up    "gate_first", "up_first" or "interleaved" (gate, up, gate, up, ...): the order of
+               rows in w13 and w13_bias. Blocks of w13_scale are of 128 rows as they lie
 
     CuPy arrays, PyTorch tensors or anything that speaks `__cuda_array_interface__` or DLPack. Rows
     must be dense and start at multiples of 16 bytes; rows and experts may be strided. NumPy arrays
@@ -48,7 +53,17 @@ class ExpertWeights:
     `format` is "fp8_block" or "bf16".
     """
 
-    def __init__(self, w13, w2, w13_scale=None, w2_scale=None, *, gate_up: str = "gate_first"):
+    def __init__(
+        self,
+        w13,
+        w2,
+        w13_scale=None,
+        w2_scale=None,
+        *,
+        w13_bias=None,
+        w2_bias=None,
+        gate_up: str = "gate_first",
+    ):
         check_gate_up(gate_up)
         self.gate_up = gate_up
         read = host_view if isinstance(w13, np.ndarray) else view
@@ -73,6 +88,10 @@ class ExpertWeights:
             check_rows(getattr(self, name), name, 16 // format_of(self.format).element_bytes)
         if self.format == "fp8_block":
             self._check_block_scales()
+        self.bias_tensors = (w13_bias, w2_bias)
+        self.has_bias = w13_bias is not None or w2_bias is not None
+        if self.has_bias:
+            self._read_biases(read)
         # What calls with these weights share (fused.py): plans, kernels and packed parameters; and
         # by their signatures, arguments that were found right.
         self.memo, self.calls = Memo(256), Memo(1024)
@@ -118,10 +137,42 @@ class ExpertWeights:
             num_tokens, self.hidden, self.intermediate, self.num_experts, top_k, self.format
         )
 
+    def _read_biases(self, read) -> None:
+        dtypes, biases = ("bf16", "u16", "f32"), []
+        rows = {"w13_bias": 2 * self.intermediate, "w2_bias": self.hidden}
+        for (name, num_rows), tensor in zip(rows.items(), self.bias_tensors, strict=True):
+            if tensor is None:
+                raise ValueError(
+                    f"{name} must be given where the other bias is, got None; pass zeros"
+                )
+            bias = read(tensor, name)
+            remedy = "pass one number for each row of the expert's weights"
+            check_array(bias, name, (self.num_experts, num_rows), dtypes, self.device, remedy)
+            check_rows(bias, name, 4 if bias.dtype == "f32" else 8)
+            biases.append(bias)
+            dtypes = ("f32",) if bias.dtype == "f32" else ("bf16", "u16")  # of the other too
+        self.w13_bias, self.w2_bias = biases
+
+    @property
+    def bias_fields(self) -> tuple[int, ...]:
+        """Parameters of the kernel that tell where biases lie; none where there are none."""
+        if not self.has_bias:
+            return ()
+        biases = self.w13_bias, self.w2_bias
+        num_bytes = 4 if self.w13_bias.dtype == "f32" else 2
+        strides = [num_bytes * bias.strides[0] for bias in biases]
+        return (*[bias.ptr for bias in biases], *strides, num_bytes)
+
+    @property
+    def variant_fields(self) -> dict[str, str | bool]:
+        """What a `Variant` takes from weights."""
+        return {"gate_up": self.gate_up, "has_bias": self.has_bias}
+
     def __repr__(self):
         device = "host" if self.device == HOST else self.device
         order = "" if self.gate_up == "gate_first" else f", gate_up={self.gate_up!r}"
         kind = "" if self.format == "fp8_block" else f", format={self.format!r}"
+        kind += ", biases" * self.has_bias
         return (
             f"ExpertWeights(num_experts={self.num_experts}, hidden={self.hidden}, "
             f"intermediate={self.intermediate}, device={device}{kind}{order})"

@@ -34,6 +34,7 @@ from jitmoe.plan.gpu import GPUS
 from jitmoe.plan.heuristics import plans_of_model
 from jitmoe.plan.mega_moe import MegaMoePlan
 from jitmoe.plan.problem import MoeProblem
+from jitmoe.reference_biases import Biases, random_biases
 
 SEEDS = 4  # schedules a case is tried with
 
@@ -122,6 +123,7 @@ EQUIVALENT = {
     "roles/schedule.cuh: k * (part + 1) / parts -> k": "the first part is the whole tile then, "
     "which finishes it, and the others' sums are never joined",
     "roles/feed.cuh: task.k_begin -> 0": "prefill has no parts: it is 0",
+    "roles/bias.cuh: without sync_warp();": "only keeps the compiler from loading all ahead",
     "roles/routing.cuh: load_relaxed_gpu( -> *(": "behind the grid barrier a plain load will do",
 }
 # Mutants that no schedule so far has shown to be wrong: why.
@@ -199,6 +201,7 @@ CASES = (
     _case("decode", (384, 80, 33, 3), (130, 3)),
     _case("prefill", (256, 208, 2, 2), (140, 133, 30)),
     _case("prefill", (128, 48, 33, 32), (140,), "hot_expert", num_blocks=1),
+    _case("decode", (256, 208, 3, 2), (5, 12), overlap=True, has_bias=True),
     # A block that comes to its first task when others have taken it as an orphan.
     _case("decode", (128, 48, 8, 2), (2, 2, 3), num_blocks=4, overlap=True, schedules=2),
     # A warp that has fallen behind by a whole grid barrier.
@@ -272,6 +275,14 @@ def layer_of(case: Case) -> reference.Layer:
 
 
 @cache
+def biases_of(case: Case) -> Biases | None:
+    plan = case.plan
+    if not plan.has_bias:
+        return None
+    return random_biases(plan.num_experts, plan.hidden, plan.intermediate, seed=1)
+
+
+@cache
 def launch_of(case: Case, num_tokens: int) -> tuple[reference.Tokens, np.ndarray]:
     """Inputs of a launch, and the oracle's result."""
     plan = case.plan
@@ -280,7 +291,9 @@ def launch_of(case: Case, num_tokens: int) -> tuple[reference.Tokens, np.ndarray
     )
     x, scale = fp8.quantize_tokens(tokens.x)
     inputs = (x, scale, tokens.topk_ids, tokens.topk_weights, *layer_of(case))
-    return tokens, reference.mega_moe(*inputs, requantize=True)
+    w13_bias, w2_bias = biases_of(case) or (None, None)
+    biases = {"w13_bias": w13_bias, "w2_bias": w2_bias}
+    return tokens, reference.mega_moe(*inputs, requantize=True, **biases)
 
 
 def outputs(emulated: EmulatedLayer, case: Case, seed: int) -> Iterator[np.ndarray]:
@@ -325,7 +338,11 @@ def run(case: Case, text: str, seed: int) -> str | None:
     not.
     """
     emulated = EmulatedLayer(
-        case.plan, layer_of(case), max(case.token_counts), num_blocks=case.num_blocks
+        case.plan,
+        layer_of(case),
+        max(case.token_counts),
+        num_blocks=case.num_blocks,
+        biases=biases_of(case),
     )
     emulated.executable = build(text, case.plan.name, checked=True)
     try:

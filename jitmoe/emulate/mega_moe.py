@@ -15,6 +15,7 @@ from jitmoe.plan.mega_moe import MegaMoePlan
 from jitmoe.plan.spread import stride
 from jitmoe.plan.variant import DEFAULT, Variant
 from jitmoe.reference import Layer
+from jitmoe.reference_biases import Biases
 
 _TIMEOUT_US = 30_000_000
 
@@ -46,6 +47,9 @@ class EmulatedLayer:
     max_tokens  room in the workspace
     num_blocks  blocks of the cooperative grid
     checked     whether data races and undefined behaviour are looked for: several times slower
+    biases      of a plan that has them, bf16 bits or f32
+    expert_counts
+                what launches add the routed pairs of each expert to: int32, or None
     """
 
     def __init__(
@@ -55,11 +59,15 @@ class EmulatedLayer:
         max_tokens: int,
         num_blocks: int = 4,
         checked: bool = False,
+        biases: Biases | None = None,
+        expert_counts: np.ndarray | None = None,
     ):
         self.plan, self.max_tokens, self.num_blocks = plan, max_tokens, num_blocks
         self.layer = Layer(
             *(None if part is None else np.ascontiguousarray(part) for part in layer)
         )
+        self.biases = biases and Biases(*map(np.ascontiguousarray, biases))
+        self.expert_counts = expert_counts
         self.executable = executable(plan, checked)
         self.report = ""
         self.rings: np.ndarray | None = None
@@ -113,6 +121,10 @@ class EmulatedLayer:
     def _shared_arrays(self) -> dict[str, Array]:
         """Weights and workspace: the same in all launches of a stream."""
         arrays = {n: Array(part) for n, part in self.layer._asdict().items() if part is not None}
+        if self.biases is not None:
+            arrays |= {f"{name}_bias": Array(bias) for name, bias in self.biases._asdict().items()}
+        if self.expert_counts is not None:
+            arrays["expert_counts"] = Array(self.expert_counts, writable=True)
         arrays["status"] = Array(self.status, writable=True)
         for region in self.plan.scratch(self.max_tokens).regions:
             if region.name != "trace":
@@ -121,6 +133,13 @@ class EmulatedLayer:
         for name, data in self._control.items():
             arrays[name] = Array(data, writable=True)
         return arrays
+
+    def _bias_scalars(self) -> dict[str, int]:
+        if self.biases is None:
+            return {}
+        w13, w2 = self.biases
+        strides = {"w13_bias_stride": w13[0].nbytes, "w2_bias_stride": w2[0].nbytes}
+        return strides | {"bias_bytes": w13.itemsize}
 
     def _rank(self, call: Call, shared: dict[str, Array]) -> tuple[Rank, np.ndarray]:
         """A launch, and the y that it fills."""
@@ -146,6 +165,7 @@ class EmulatedLayer:
             "x_scale_group_stride": 0 if x_scale is None else x_scale.strides[1] // 4,
             **_scale_strides("w13_scale", layer.w13_scale),
             **_scale_strides("w2_scale", layer.w2_scale),
+            **self._bias_scalars(),
             "y_stride": plan.hidden,
             "num_tokens": num_tokens,
             "bank_words": plan.bank_words(self.max_tokens),
@@ -164,11 +184,12 @@ class EmulatedLayer:
         plan = self.plan
         size = format_of(plan.format).element_bytes
         half, hidden, experts = plan.intermediate, plan.hidden, plan.num_experts
+        channel, up = (2, 1) if plan.interleaved else (1, half)  # rows from one to the next
         maps = {
             "w13_map": TensorMap(
                 "w13",
                 (size * hidden, 8, 2, half // 8, experts),
-                tuple(size * rows * hidden for rows in (1, half, 8, 2 * half)),
+                tuple(size * rows * hidden for rows in (channel, up, 8 * channel, 2 * half)),
                 (plan.block_k_bytes, 8, 2, plan.block_rows // 16, 1),
             ),
             "w2_map": TensorMap(

@@ -19,6 +19,7 @@ from jitmoe.emulate.run import EmulationError
 from jitmoe.plan.mega_moe import MegaMoePlan
 from jitmoe.plan.problem import MoeProblem
 from jitmoe.plan.variant import DEFAULT, Variant
+from jitmoe.reference_biases import Biases, random_biases
 
 ERROR_BOUND = 5e-3  # bf16 slices and sums; the emulated tensor cores add exactly
 ELEMENT_BOUND = 0.25  # four re-quantised codes on the other side of a tie in one sum
@@ -43,6 +44,7 @@ class Session:
     num_blocks: int
     checked: bool
     variant: Variant
+    biases: Biases | None = None
 
 
 @dataclass(frozen=True)
@@ -93,16 +95,26 @@ def open_session(
     executable(plan, checked)  # before the weights, which may take long: it may be refused
     layer = reference.random_layer(*sizes, seed=0, format=plan.format)
     call = tokens.x, None, *tokens[1:], *layer
-    ref = reference.mega_moe(*call, requantize=True, **vars(variant))
+    options = vars(variant).copy()
+    biases = None
+    if options.pop("has_bias"):
+        biases = random_biases(*sizes, seed=2)
+        options |= {"w13_bias": biases.w13, "w2_bias": biases.w2}
+    ref = reference.mega_moe(*call, requantize=True, **options)
     x = tokens.x.astype(ml_dtypes.bfloat16).view(np.uint16)
-    return Session(plan, layer, x, *tokens[1:], ref, num_blocks, checked, variant)
+    return Session(plan, layer, x, *tokens[1:], ref, num_blocks, checked, variant, biases)
 
 
 def run_seed(session: Session, seed: int) -> Outcome:
     """One launch on a machine of its own, so that a seed means the same alone and among others."""
     start = time.perf_counter()
     emulated = EmulatedLayer(
-        session.plan, session.layer, len(session.x), session.num_blocks, session.checked
+        session.plan,
+        session.layer,
+        len(session.x),
+        session.num_blocks,
+        session.checked,
+        session.biases,
     )
     inputs = session.x, session.topk_ids, session.topk_weights
     try:

@@ -7,19 +7,20 @@ from __future__ import annotations
 from contextlib import nullcontext
 from functools import lru_cache
 
-import ml_dtypes
 import torch
 
 from jitmoe import Activation, ExpertWeights
 from jitmoe import mega_moe as launch
-from jitmoe.integrations.torch_memory import Memory
+from jitmoe.integrations.torch_memory import Memory, host
 
 MAX_LAYERS = 1024  # remembered; then the one not called for longest is read again
 
 _INPUTS = ("x", "topk_ids", "topk_weights", "w13", "w2", "w13_scale", "w2_scale", "x_scale")
+_INPUTS += ("w13_bias", "w2_bias")
 _SCHEMA = (
     "Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w13, Tensor w2, "
     "Tensor? w13_scale=None, Tensor? w2_scale=None, Tensor? x_scale=None, "
+    "Tensor? w13_bias=None, Tensor? w2_bias=None, "
     'str backend="cuda", str activation="swiglu", '
     "float? alpha=None, float? limit=None, float? up_offset=None, "
     "float routed_scaling_factor=1.0, bool apply_router_weight_on_input=False, "
@@ -39,11 +40,14 @@ def mega_moe(
     w2_scale: torch.Tensor | None = None,
     *,
     x_scale: torch.Tensor | None = None,
+    w13_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
     activation: Activation | str = "swiglu",
     routed_scaling_factor: float = 1.0,
     apply_router_weight_on_input: bool = False,
     first_expert: int = 0,
     gate_up: str = "gate_first",
+    expert_counts: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     backend: str = "cuda",
 ) -> torch.Tensor:
@@ -56,8 +60,9 @@ def mega_moe(
     topk_weights  [num_tokens, top_k] f32 or bf16
     w13 to w2_scale  the tensors of `jitmoe.ExpertWeights`, used in place; scales may be e8m0 as
                   well, of which a copy in f32 is kept with the tensor; bf16 weights have none
+    w13_bias, w2_bias, gate_up  as in `jitmoe.ExpertWeights`
     activation to first_expert  as in `jitmoe.mega_moe`
-    gate_up       as in `jitmoe.ExpertWeights`
+    expert_counts [num_experts] int32, to which the routed pairs of each expert are added
     out           [num_tokens, hidden] bf16, written in place (default: a new tensor)
     backend       "cuda", or "emulated": tensors on the CPU, and the kernel thread by thread on it
 
@@ -68,6 +73,7 @@ def mega_moe(
     is on: there is no backward.
     """
     inputs = (x, topk_ids, topk_weights, w13, w2, w13_scale, w2_scale, x_scale)
+    inputs += (w13_bias, w2_bias)
     layer = (
         *_fields(activation),
         routed_scaling_factor,
@@ -76,13 +82,17 @@ def mega_moe(
         gate_up,
     )
     options = (backend,) if layer == _PLAIN else (backend, *layer)  # a shorter call is a faster one
-    if out is None and torch.compiler.is_compiling():
+    # An operator that returns something new writes nothing else: those can have autograd formulas.
+    if out is None and expert_counts is None and torch.compiler.is_compiling():
         return _new(*inputs, *options)
     if torch.is_grad_enabled():
         _refuse_grad(inputs)
     if out is None:  # this way in less than half the time, for it has no autograd formula
         out = x.new_empty(x.shape, dtype=torch.bfloat16)
-    _into(out, *inputs, *options)
+    if expert_counts is None:
+        _into(out, *inputs, *options)
+    else:
+        _into(out, *inputs, *options, expert_counts=expert_counts)
     return out
 
 
@@ -99,23 +109,25 @@ def _fields(activation) -> tuple:
 _library = torch.library.Library("jitmoe", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 _library.define(f"mega_moe({_SCHEMA}) -> Tensor", tags=_TAGS)
-_library.define(f"mega_moe_out(Tensor(a!) out, {_SCHEMA}) -> ()", tags=_TAGS)
+_library.define(
+    f"mega_moe_out(Tensor(a!) out, {_SCHEMA}, Tensor(b!)? expert_counts=None) -> ()", tags=_TAGS
+)
 
 
 @torch.library.impl(_library, "mega_moe", "CompositeExplicitAutograd")
 @torch.compiler.disable
-def _mega_moe(x, *inputs):
+def _mega_moe(x, *inputs, **options):
     out = x.new_empty(x.shape, dtype=torch.bfloat16)
-    _run(out, x, *inputs)
+    _run(out, x, *inputs, **options)
     return out
 
 
 @torch.library.impl(_library, "mega_moe_out", "CompositeExplicitAutograd")
 @torch.compiler.disable
-def _mega_moe_out(out, *inputs):
-    _run(out, *inputs)
-    if not out.is_inference():  # those have no version
-        torch.autograd.graph.increment_version(out)
+def _mega_moe_out(out, *inputs, **options):
+    for written in _run(out, *inputs, **options):
+        if not written.is_inference():  # those have no version
+            torch.autograd.graph.increment_version(written)
 
 
 @torch.library.register_fake("jitmoe::mega_moe", lib=_library)
@@ -166,6 +178,8 @@ def _run(
     w13_scale=None,
     w2_scale=None,
     x_scale=None,
+    w13_bias=None,
+    w2_bias=None,
     backend="cuda",
     activation="swiglu",
     alpha=None,
@@ -175,11 +189,14 @@ def _run(
     apply_router_weight_on_input=False,
     first_expert=0,
     gate_up="gate_first",
-) -> None:
+    expert_counts=None,
+) -> list[torch.Tensor]:
+    """Launch; returns what was written."""
     weights = w13, w2, _f32(w13_scale), _f32(w2_scale)
+    if w13_bias is not None or w2_bias is not None:
+        weights += (w13_bias, w2_bias)
     if backend == "emulated":
-        read, host = _host, map(_host, weights, _INPUTS[3:7])
-        weights = ExpertWeights(*host, gate_up=gate_up)
+        read, weights = host, _wrap(host, weights, gate_up)
     elif backend == "cuda":
         read, weights = _as_is, _known_weights(gate_up, *map(_place, weights))
     else:
@@ -187,6 +204,7 @@ def _run(
     x = read(x, "x")
     rows = x if x_scale is None else (x, read(x_scale, "x_scale"))
     ids, router = read(topk_ids, "topk_ids"), read(topk_weights, "topk_weights")
+    counts = None if expert_counts is None else read(expert_counts, "expert_counts")
     # A model may lie on several GPUs, of which one is current.
     with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
         launch(
@@ -199,8 +217,10 @@ def _run(
             apply_router_weight_on_input=apply_router_weight_on_input,
             first_expert=first_expert,
             out=read(out, "out"),
+            expert_counts=counts,
             backend=backend,
         )
+    return [out] if expert_counts is None else [out, expert_counts]
 
 
 @lru_cache
@@ -239,25 +259,6 @@ def _as_is(tensor: torch.Tensor, name: str) -> torch.Tensor:
     return tensor
 
 
-def _host(tensor: torch.Tensor | None, name: str):
-    """A tensor on the CPU as a NumPy array of the same memory, by ml_dtypes where NumPy has no such
-    type.
-    """
-    if tensor is None:
-        return None
-    if tensor.device.type != "cpu":
-        raise TypeError(
-            f'{name} must be on the CPU for backend="emulated", got a tensor on {tensor.device}; '
-            'move it with .cpu(), or leave backend="cuda"'
-        )
-    tensor = tensor.detach()
-    kind = getattr(ml_dtypes, str(tensor.dtype).removeprefix("torch."), None)
-    if kind is None:
-        return tensor.numpy()
-    bits = torch.uint8 if tensor.element_size() == 1 else torch.uint16
-    return tensor.view(bits).numpy().view(kind)
-
-
 def _place(tensor: torch.Tensor | None) -> tuple | None:
     """All that a kernel knows of a tensor of weights."""
     if tensor is None:
@@ -267,13 +268,22 @@ def _place(tensor: torch.Tensor | None) -> tuple | None:
 
 @lru_cache(MAX_LAYERS)
 def _known_weights(gate_up: str, *places: tuple | None) -> ExpertWeights:
-    """ExpertWeights of four places, made once for each.
+    """ExpertWeights of four places, or six with biases, made once for each.
 
     Made of the key alone, so it is right for whatever tensors lie there: checked layouts, plans,
     and tensor maps, which hold addresses and strides. Values are read by the kernel, so weights may
     be written; memory that was freed and given to another layer of the same layout serves that one.
     No tensor is held, so a model's memory is free as soon as its owner lets go of it.
     """
-    named = zip(places, _INPUTS[3:7], strict=True)
-    memory = (place and Memory(place, name) for place, name in named)
-    return ExpertWeights(*memory, gate_up=gate_up)
+    return _wrap(Memory, places, gate_up)
+
+
+def _wrap(read, weights: tuple, gate_up: str) -> ExpertWeights:
+    """ExpertWeights of what `read` makes of each that is given, biases last."""
+    names = (*_INPUTS[3:7], *_INPUTS[8:])
+    arrays = [
+        None if given is None else read(given, name)
+        for given, name in zip(weights, names, strict=False)
+    ]
+    biases = dict(zip(names[4:], arrays[4:], strict=False))
+    return ExpertWeights(*arrays[:4], **biases, gate_up=gate_up)

@@ -1,7 +1,8 @@
-"""A tensor of weights on a GPU as `ExpertWeights` reads it, without a hold on the tensor."""
+"""Tensors as the door reads them: on the CPU, and weights on a GPU by their places alone."""
 
 from __future__ import annotations
 
+import ml_dtypes
 import torch
 
 _TYPES = {
@@ -11,10 +12,11 @@ _TYPES = {
     torch.uint16: ("<u2", 2),
 }
 _SCALE_TYPES = {torch.float32: ("<f4", 4)}
+_BIAS_TYPES = {dtype: _TYPES[dtype] for dtype in (torch.bfloat16, torch.uint16)} | _SCALE_TYPES
 
 
 class Memory:
-    """Of its place: address, shape, strides, dtype and device."""
+    """A tensor of weights on a GPU, by its place: address, shape, strides, dtype and device."""
 
     def __init__(self, place: tuple, name: str):
         address, shape, strides, dtype, device = place
@@ -23,11 +25,15 @@ class Memory:
                 f'{name} must be on a GPU for backend="cuda", got a tensor on {device}; move it '
                 'with .cuda(), or run the kernel on this CPU with backend="emulated"'
             )
-        types = _SCALE_TYPES if "scale" in name else _TYPES
+        types, allowed = _TYPES, "e4m3, u8, bf16 or u16"
+        if "scale" in name:
+            types, allowed = _SCALE_TYPES, "f32"
+        elif "bias" in name:
+            types, allowed = _BIAS_TYPES, "bf16, u16 or f32"
         if dtype not in types:
             raise ValueError(
-                f"{name} must have dtype {'f32' if 'scale' in name else 'e4m3, u8, bf16 or u16'}, "
-                f"got {str(dtype).removeprefix('torch.')}; convert or view it"
+                f"{name} must have dtype {allowed}, got {str(dtype).removeprefix('torch.')}; "
+                "convert or view it"
             )
         typestr, itemsize = types[dtype]
         self.__cuda_array_interface__ = {
@@ -37,3 +43,22 @@ class Memory:
             "strides": tuple(stride * itemsize for stride in strides),
             "typestr": typestr,
         }
+
+
+def host(tensor: torch.Tensor | None, name: str):
+    """A tensor on the CPU as a NumPy array of the same memory, by ml_dtypes where NumPy has no such
+    type.
+    """
+    if tensor is None:
+        return None
+    if tensor.device.type != "cpu":
+        raise TypeError(
+            f'{name} must be on the CPU for backend="emulated", got a tensor on {tensor.device}; '
+            'move it with .cpu(), or leave backend="cuda"'
+        )
+    tensor = tensor.detach()
+    kind = getattr(ml_dtypes, str(tensor.dtype).removeprefix("torch."), None)
+    if kind is None:
+        return tensor.numpy()
+    bits = torch.uint8 if tensor.element_size() == 1 else torch.uint16
+    return tensor.view(bits).numpy().view(kind)

@@ -31,7 +31,7 @@ SIZES = {
 
 # Rows beyond full tiles that an expert's last takes along in prefill, where a tile of their own
 # would read its weights again: 512 tokens of S1 and S3 -6 and -8 %, 2048 of S2 -4 %. 32 instead of
-# 16 are level (H200, 2026-11-30).
+# 16 are level (H200, 2026-11-30). Not with biases, for which there are no registers beside them.
 EXTRA_TOKENS = 16
 
 
@@ -70,7 +70,7 @@ def choose(problem: MoeProblem, gpu: GpuSpec, **variant) -> MegaMoePlan:
     """The plan for `problem` on `gpu`; `variant` are further fields of it, as `Variant.plan_fields`
     gives them. Raises PlanError if none fits.
     """
-    name = bucket(problem)
+    name, has_bias = bucket(problem), variant.get("has_bias", False)
     for num_stages, num_task_slots, num_local_pairs in SIZES[name]:
         plan = MegaMoePlan(
             arch=gpu.arch,
@@ -83,9 +83,9 @@ def choose(problem: MoeProblem, gpu: GpuSpec, **variant) -> MegaMoePlan:
             num_local_pairs=num_local_pairs,
             producer_regs=56 if name == "prefill" else 96,
             math_regs=224 if name == "prefill" else 160,
-            unroll_k=_unroll_k(name, problem),
+            unroll_k=_unroll_k(name, problem, has_bias),
             num_task_slots=num_task_slots,
-            extra_tokens=EXTRA_TOKENS if name == "prefill" else 0,
+            extra_tokens=EXTRA_TOKENS if name == "prefill" and not has_bias else 0,
             format=problem.format,
             **variant,
         )
@@ -95,19 +95,21 @@ def choose(problem: MoeProblem, gpu: GpuSpec, **variant) -> MegaMoePlan:
     raise PlanError(f"no ring of 3 stages fits {gpu.smem_bytes:,} B of shared memory for {problem}")
 
 
-def _unroll_k(name: str, problem: MoeProblem) -> int:
+def _unroll_k(name: str, problem: MoeProblem, has_bias: bool) -> int:
     """k-blocks of the main loop in one piece: the more, the rarer are the tensor cores drained.
 
     8 is 0.8 % quicker than 4 on S1 at 8192 tokens, 0.3 % at 2048 (H200, 2026-11-29), and spills at
     some sizes; so does 2 beyond 16 slots, where the code around the loop is longest. Tiles of 16
     k-blocks and fewer (S2) are 2 to 3 % quicker with 1; in decode 2 and 4 are no quicker than 1, or
-    3 % slower at 512 tokens of S2 (H200, 2026-11-30). Sums in bf16 need no promotion: their loop
-    keeps the tensor cores busy as it is.
+    3 % slower at 512 tokens of S2 (H200, 2026-11-30). With biases 4 spills at some sizes. Sums in
+    bf16 need no promotion: their loop keeps the tensor cores busy as it is.
     """
     if not format_of(problem.format).quantizes:
         return 1
     is_short = problem.hidden <= 16 * QUANT_GROUP
-    return 1 if name == "decode" or is_short or problem.top_k > 16 else 4
+    if name == "decode" or is_short or problem.top_k > 16:
+        return 1
+    return 2 if has_bias else 4
 
 
 def plans_of_model(problem: MoeProblem, gpu: GpuSpec, **variant) -> dict[str, MegaMoePlan]:

@@ -43,6 +43,8 @@ class MegaMoePlan(Plan):
     activation: str = "swiglu"
     up_first: bool = False
     weight_on_input: bool = False
+    interleaved: bool = False
+    has_bias: bool = False
     format: str = "fp8_block"
 
     name = "mega_moe"
@@ -146,9 +148,9 @@ class MegaMoePlan(Plan):
             "x_quant_scale_stride": align(self.num_k_blocks_1, 8),
             "weight_tile_bytes": self.block_rows * self.block_k_bytes,
             "token_tile_bytes": self.tile_tokens * self.block_k_bytes,
-            # One block of w13_scale can hold the end of gate and the start of up.
+            # A block of w13_scale can hold ends of gate and of up, unless their rows alternate.
             "up_block_offset": self.intermediate // QUANT_GROUP,
-            "up_block_rest": self.intermediate % QUANT_GROUP,
+            "up_block_rest": 0 if self.interleaved else self.intermediate % QUANT_GROUP,
             **variant.function_constants(self.activation),
         } | ({"trace_capacity": self.trace_capacity} if self.trace else {})
 
@@ -202,6 +204,8 @@ class MegaMoePlan(Plan):
                 ),
                 Region("local_rows", "u16", (self.num_local_pairs,), 4, "head -> schedule"),
             ]
+        if self.has_bias:
+            regions.append(Region("bias", "u8", (slots, self.block_rows * 4), 128, "load -> math"))
         if self.trace:
             warps = self.num_threads // WARP_THREADS
             regions.append(Region("trace_next", "u32", (warps,), 4, "a warp's own"))
@@ -255,7 +259,7 @@ class MegaMoePlan(Plan):
 
     @property
     def params(self) -> tuple[Param, ...]:
-        return mega_moe_params.params(self.trace)
+        return mega_moe_params.params(self.trace, self.has_bias)
 
     def check(self, gpu: GpuSpec) -> None:
         if self.arch not in KERNEL_ARCHS:

@@ -7,10 +7,17 @@ from __future__ import annotations
 from jitmoe.plan.plan import Param
 
 
-def params(trace: bool) -> tuple[Param, ...]:
+def params(trace: bool, has_bias: bool) -> tuple[Param, ...]:
     """The fields of the parameter struct; tensor maps come first."""
+    bias = (
+        Param("w13_bias", "const u8*", "[num_experts, 2*intermediate] bf16 or f32"),
+        Param("w2_bias", "const u8*", "[num_experts, hidden], of the same type"),
+        Param("w13_bias_stride", "i64", "bytes from expert to expert"),
+        Param("w2_bias_stride", "i64", "bytes"),
+        Param("bias_bytes", "i64", "of an element"),
+    )
     return (
-        Param("w13_map", "TensorMap", "(hidden, 8 rows, gate|up, intermediate/8, expert)"),
+        Param("w13_map", "TensorMap", "(hidden, 8 channels, gate|up, intermediate/8, expert)"),
         Param("w2_map", "TensorMap", "(intermediate, hidden, expert)"),
         Param("pool_map", "TensorMap", "(hidden, row), prefill"),
         Param("mid_map", "TensorMap", "(mid_stride, row), prefill"),
@@ -29,6 +36,7 @@ def params(trace: bool) -> tuple[Param, ...]:
             "w2_scale", "const float*", "[num_experts, hidden/128, ceil(intermediate/128)] or null"
         ),
         Param("y", "u16*", "[num_tokens, hidden] bf16"),
+        Param("expert_counts", "u32*", "[num_experts] i32, or null"),
         Param("pool", "u8*", "scratch: decode, x if quantised here; prefill, its rows by expert"),
         Param("pool_scale", "float*", "scratch: [token][group]; prefill, [group][row]"),
         Param("row_pairs", "u32*", "scratch"),
@@ -41,6 +49,7 @@ def params(trace: bool) -> tuple[Param, ...]:
         Param("banks", "u32*", "control"),
         Param("combine_count", "u32*", "control, [num_tokens, num_tiles_2]"),
         Param("status", "u32*", "host memory, read by the host after a timeout"),
+        *(bias if has_bias else ()),
         Param("x_stride", "i64", "bytes from token to token"),
         Param("x_scale_token_stride", "i64", "elements"),
         Param("x_scale_group_stride", "i64", "elements"),

@@ -1,5 +1,5 @@
 """Which layer it is beside its sizes: the activation between the GEMMs, the order of gate and up,
-what multiplies tokens and sums, and which experts are here.
+what multiplies tokens and sums, whether there are biases, and which experts are here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ KINDS = {
 E4M3_MAX = 448.0
 MAX_NUMBER = 1e30  # the kernel's numbers are f32
 MAX_FIRST_EXPERT = 1 << 30  # ids of 32 bits and negative ones stay apart
-GATE_UP = ("gate_first", "up_first")  # which half of an expert's rows in w13 comes first
+# Orders of an expert's rows in w13: gate before up, up before gate, or by turns, gate first.
+GATE_UP = ("gate_first", "up_first", "interleaved")
 
 
 @dataclass(frozen=True)
@@ -106,8 +107,8 @@ def check_gate_up(gate_up) -> None:
     """Raises ValueError for another order than one of GATE_UP."""
     if gate_up not in GATE_UP:
         raise ValueError(
-            f"gate_up must be one of {', '.join(GATE_UP)}, got {gate_up!r}; say which half of the "
-            "rows of w13 comes first"
+            f"gate_up must be one of {', '.join(GATE_UP)}, got {gate_up!r}; say how the rows "
+            "of w13 are ordered"
         )
 
 
@@ -132,6 +133,7 @@ class Variant:
     apply_router_weight_on_input: bool = False
     first_expert: int = 0
     gate_up: str = "gate_first"
+    has_bias: bool = False
 
     def __post_init__(self):
         factor, on_input = self.routed_scaling_factor, self.apply_router_weight_on_input
@@ -152,6 +154,8 @@ class Variant:
             "activation": self.activation.function,
             "up_first": self.gate_up == "up_first",
             "weight_on_input": self.apply_router_weight_on_input,
+            "interleaved": self.gate_up == "interleaved",
+            "has_bias": self.has_bias,
         }
 
     def scalars(self, format: str) -> dict[str, float | int]:

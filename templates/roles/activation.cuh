@@ -11,9 +11,9 @@ DEVICE float gelu_erf(float x) { return 0.5f * x * (1.0f + erff(0.70710678119f *
 static_assert(kActivation <= kActivationGegluErf, "there is no such activation");
 
 // Of the first and the second half of w13's rows: everywhere else the first half is called gate, whatever it is. The
-// router weight is looked at if it multiplies the token.
+// router weight is looked at if it multiplies the token; where there are biases, add_bias has done it.
 DEVICE float activate(const Params& p, float first, float second, float weight) {
-    if constexpr (kWeightOnInput) {
+    if constexpr (kWeightOnInput && !kHasBias) {
         first *= weight;
         second *= weight;
     }

@@ -1,9 +1,9 @@
 // Weight tiles into the ring. Waits for nothing but the routing tables and a free stage. Weights stay in checkpoint
 // layout: the 5-D map of w13 lands gate and up alternating in groups of 8 rows, straight from [gate; up].
 
-// Of k-block k into `stage`, one lane.
-DEVICE void load_weights(const Params& p, Smem& smem, const Task& task, u32 k, u32 stage, u64* full) {
-    arrive_expect_bytes(full, kWeightTileBytes);
+// Of k-block k into `stage`, with the first the biases of the task in `slot`. One lane.
+DEVICE void load_weights(const Params& p, Smem& smem, const Task& task, u32 slot, u32 k, u32 stage, u64* full) {
+    expect_weights(p, smem, task, slot, k, full);
     void* tile = smem.weight_tiles[stage];
     if (task.phase == kGemm1) {
         load_tile_5d(tile, &p.w13_map, full, k * kBlockKBytes, 0, 0, task.tile * (kBlockRows / 16), task.expert);
@@ -23,7 +23,7 @@ DEVICE void preload_weights(const Params& p, Smem& smem) {
     if (index < num_tasks(smem, kGemm1)) {
         const Task task = decode_task(smem, index);
         num = min_of(kPreloaded, task.k_end - task.k_begin);
-        for (u32 i = 0; i < num; ++i) load_weights(p, smem, task, task.k_begin + i, i, &smem.preloaded[i]);
+        for (u32 i = 0; i < num; ++i) load_weights(p, smem, task, 0, task.k_begin + i, i, &smem.preloaded[i]);
     }
     smem.first[kFirstPreloaded] = num;
 }
@@ -57,7 +57,7 @@ DEVICE void role_load(const Params& p, Smem& smem, const Head&) {
                 arrive(full);
             } else {
                 wait_barrier(p, kWaitStageEmpty, &smem.empty[ring.stage], ring.stage, ring.empty_parity());
-                load_weights(p, smem, task, task.k_begin + i, ring.stage, full);
+                load_weights(p, smem, task, slot.stage, task.k_begin + i, ring.stage, full);
             }
         }
         trace_end(p, kEventTask);

@@ -6,7 +6,7 @@ struct Operands {
     u32 weights, tokens;  // low descriptor words in stage 0
     u32 first_token;      // of this lane, among the tile's
     u32 first_row;        // of the warpgroup, among the tile's
-    bool gemm_2;
+    bool gemm_2;          // or rows 0..127 and 128..255 have a scale each all the same
 };
 
 template <bool kTokenRows>
@@ -15,7 +15,7 @@ DEVICE Operands find_operands(const Smem& smem, const Task& task, const Share& s
     return {descriptor_low(smem.weight_tiles[0] + share.first_row * kBlockKBytes),
             descriptor_low(smem.token_tiles[0] + share.first_token * kBlockKBytes),
             kTokenRows ? share.first_token + share.warp * 16 + lane / 4 : lane % 4 * 2, share.first_row,
-            task.phase == kGemm2};
+            task.phase == kGemm2 || kInterleaved};
 }
 
 // Of the extra tokens: worked out where needed, for registers are scarce.
@@ -26,8 +26,9 @@ DEVICE Operands find_extra_operands(const Operands& at) {
             kBlockTokens + lane_idx() % 4 * 2, group * (kBlockRows / 2), at.gemm_2};
 }
 
-// A tile's weight rows have up to three scales in a k-block (gather: weight_scale_row). GEMM 1: gate, and up before and
-// from where its rows enter the next block of w13_scale. GEMM 2: rows 0..127 and 128..255.
+// A tile's weight rows have up to three scales in a k-block (schedule: weight_scale). GEMM 1: gate, and up before and
+// from where its rows enter the next block of w13_scale. GEMM 2, and GEMM 1 where gate and up are interleaved: rows
+// 0..127 and 128..255.
 DEVICE bool takes_second_scale(bool gemm_2, u32 weight_row) {
     return gemm_2 ? weight_row >= 128 : kUpBlockRest != 0 && weight_row / 2 >= 128 - kUpBlockRest;
 }
@@ -181,18 +182,22 @@ DEVICE void multiply(const Params& p, Smem& smem, Ring<kNumStages>& ring, const 
 }
 
 template <u32 N, bool kTokenRows, u32 kBlocks>
-DEVICE void store(const Params& p, Smem& smem, const Task& task, const Share& share,
+DEVICE void store(const Params& p, Smem& smem, const Task& task, const Share& share, u32 slot,
                   const RouterWeights<N, kTokenRows>& weights, const u32* pairs, float (&sums)[kBlocks][N / 2]) {
     if constexpr (kTokenRows) {
         if (task.phase == kGemm1) {
+            add_bias<kGemm1>(p, smem, task, share, slot, weights, sums);
             store_mid_rows<N>(p, smem, task, share, weights, sums);
         } else {
+            add_bias<kGemm2>(p, smem, task, share, slot, weights, sums);
             store_slices_rows<N>(p, smem, task, share, pairs + share.first_token, sums);
         }
     } else {
         if (task.phase == kGemm1) {
+            add_bias<kGemm1>(p, smem, task, share, slot, weights, sums);
             store_mid_columns<N>(p, smem, task, share, weights, sums);
         } else {
+            add_bias<kGemm2>(p, smem, task, share, slot, weights, sums);
             store_slices_columns<N>(p, smem, task, share, pairs + share.first_token, sums);
         }
     }
@@ -231,13 +236,13 @@ DEVICE void run_tile(const Params& p, Smem& smem, const Head& head, Ring<kNumSta
         return;
     }
     if constexpr (kHasExtra) weights.load(p, same, same_share, pairs + same_share.first_token);
-    store<N, kTokenRows>(p, smem, same, same_share, weights, pairs, sums.own);
+    store<N, kTokenRows>(p, smem, same, same_share, slot, weights, pairs, sums.own);
     if constexpr (kHasExtra) {
         sync_warp();  // the buffers of the warp's own are used again
         const Share extra_share = find_extra_share(same);
         RouterWeights<kExtraColumns, false> extra_weights;
         extra_weights.load(p, same, extra_share, pairs + kBlockTokens);
-        store<kExtraColumns, false>(p, smem, same, extra_share, extra_weights, pairs, sums.extra);
+        store<kExtraColumns, false>(p, smem, same, extra_share, slot, extra_weights, pairs, sums.extra);
     }
     trace_end(p, kEventEpilogue);
 }

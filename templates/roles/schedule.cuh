@@ -84,6 +84,14 @@ DEVICE void clear_unrouted_tokens(const Params& p) {
     }
 }
 
+// Routed pairs of each expert, added to what the caller has. One warp of one CTA.
+DEVICE void add_expert_counts(const Params& p, const Smem& smem) {
+    if (p.expert_counts == nullptr || block_idx() != 0) return;
+    for (u32 e = lane_idx(); e < kNumExperts; e += kWarpThreads) {
+        fetch_add_relaxed_gpu(p.expert_counts + e, smem.row_end[e] - smem.row_start[e]);
+    }
+}
+
 // The next task is claimed when so many k-blocks of this one are yet to be loaded: in time for its own.
 constexpr u32 kClaimAhead = kNumStages + 3;
 
@@ -146,6 +154,7 @@ DEVICE void role_schedule(const Params& p, Smem& smem, const Head& head) {
         next = __shfl_sync(kFullMask, next, 0);
     }
     clear_unrouted_tokens(p);
+    add_expert_counts(p, smem);
 }
 
 DEVICE Task read_task(const Smem& smem, u32 slot) {
@@ -163,13 +172,15 @@ DEVICE Task next_task(const Params& p, Smem& smem, const Ring<kNumTaskSlots>& sl
 DEVICE void free_task(Smem& smem, Ring<kNumTaskSlots>& slot) { arrive(&smem.task_empty[slot.stage]); }
 
 // Scale i of a tile's weight rows in k-block 0; further k-blocks follow. GEMM 1: gate, up, and up of the next block
-// where `intermediate` is no multiple of 128 and a tile's up rows straddle two. GEMM 2: the tile's two blocks of rows.
+// where `intermediate` is no multiple of 128 and a tile's up rows straddle two. GEMM 2, and interleaved rows: the
+// tile's two blocks of rows.
 DEVICE const float* weight_scale(const Params& p, const Task& task, u32 i) {
     if (task.phase == kGemm2) {
         const i64 row = min_of(task.tile * 2 + i, ceil_div(kHidden, 128) - 1);
         return p.w2_scale + task.expert * p.w2_scale_expert_stride + row * p.w2_scale_row_stride;
     }
-    const i64 row =
-        i == 0 ? task.tile : min_of(kUpBlockOffset + task.tile + i - 1, ceil_div(2 * kIntermediate, 128) - 1);
+    constexpr u32 kLastBlock = ceil_div(2 * kIntermediate, 128) - 1;
+    i64 row = i == 0 ? task.tile : min_of(kUpBlockOffset + task.tile + i - 1, kLastBlock);
+    if constexpr (kInterleaved) row = min_of(2 * task.tile + i, kLastBlock);
     return p.w13_scale + task.expert * p.w13_scale_expert_stride + row * p.w13_scale_row_stride;
 }

@@ -43,15 +43,17 @@ DEVICE Share find_extra_share(const Task& task) {
     return {warp / 4, warp % 4, warp / 4 * (kBlockRows / 2), kBlockTokens, task.num_rows - kBlockTokens};
 }
 
-// Router weights that this lane keeps over the main loop of GEMM 1, for the epilogue: beside the stream of weights a
-// load takes microseconds. Of tokens lane and lane + 32 as columns, of rows lane / 4 and + 8 of the warp's as rows.
+// Router weights that this lane keeps over the main loop, for the epilogue of GEMM 1 and biases of GEMM 2: beside the
+// stream of weights a load takes microseconds. Of tokens lane and lane + 32 as columns, of rows lane / 4 and + 8 of the
+// warp's as rows.
 template <u32 N, bool kTokenRows>
 struct RouterWeights {
     static constexpr u32 kNum = kTokenRows ? 2 : ceil_div(N, kWarpThreads);
     float of[kNum] = {};
 
     DEVICE void load(const Params& p, const Task& task, const Share& share, const u32* pairs) {
-        if (task.phase != kGemm1) return;
+        constexpr bool kWeighsBias = kHasBias && !kWeightOnInput;
+        if (task.phase != kGemm1 && !kWeighsBias) return;
         const u32 first = kTokenRows ? share.warp * 16 + lane_idx() / 4 : lane_idx();
 #pragma unroll
         for (u32 i = 0; i < kNum; ++i) {

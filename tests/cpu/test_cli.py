@@ -75,6 +75,9 @@ def test_variants():
     text = invoke("show", *SMALL, *options, "--plain").stdout
     assert "constexpr u32 kUpFirst = 1;" in text and "constexpr u32 kWeightOnInput = 1;" in text
     assert "GEMMs, clamped SwiGLU, re-quantise" in text
+    options = ["--gate-up", "interleaved", "--bias"]
+    plan = json.loads(invoke("plan", *SMALL, *options, "--json").stdout)["plan"]
+    assert plan["interleaved"] and plan["has_bias"] and not plan["up_first"]
     for command in ("plan", "show", "warmup"):
         assert "got 'relu'; take" in refusal(command, *SMALL, "--activation", "relu")
         assert "got 'up'; say" in refusal(command, *SMALL, "--gate-up", "up")

@@ -21,6 +21,7 @@ from jitmoe import (
 )
 from jitmoe.plan.gpu import gpu_spec
 from jitmoe.plan.heuristics import choose
+from jitmoe.plan.variant import Variant
 from jitmoe.run import arrays
 from jitmoe.weights import Memo
 
@@ -561,6 +562,58 @@ def test_variants_have_launches_of_their_own(kernel):
     assert "routed_scaling_factor must be a number, got ndarray; pass a float" in message
 
 
+def test_biases_and_counts_are_parameters(kernel):
+    biases = {
+        "w13_bias": FakeArray((EXPERTS, 2 * INTERMEDIATE), "bfloat16", (400, 1), ptr=1 << 25),
+        "w2_bias": FakeArray((EXPERTS, HIDDEN), "uint16", ptr=1 << 26),
+    }
+    weights = ExpertWeights(**weight_arrays(), **biases)
+    workspace = RoomyWorkspace()
+
+    def call(**kwargs):
+        mega_moe(weights=weights, **call_arrays(), stream=0, workspace=workspace, **kwargs)
+        return kernel.launches[-1][0]
+
+    plain = call()
+    assert (plain["w13_bias"], plain["w2_bias"]) == (1 << 25, 1 << 26)
+    assert (plain["w13_bias_stride"], plain["w2_bias_stride"]) == (800, 2 * HIDDEN)
+    assert (plain["bias_bytes"], plain["expert_counts"]) == (2, 0)
+    counts = FakeArray((EXPERTS,), "int32", ptr=1 << 27)
+    assert call(expert_counts=counts)["expert_counts"] == 1 << 27
+    assert call()["expert_counts"] == 0
+    for wrong, part in (
+        (FakeArray((EXPERTS,), "int64"), "dtype i32, got i64"),
+        (FakeArray((EXPERTS + 1,), "int32"), "[4], got [5]; pass a counter for each"),
+        (FakeArray((EXPERTS,), "int32", (2,)), "must be contiguous, got strides [2]"),
+        (FakeArray((EXPERTS,), "int32", device=1), "expert_counts is on GPU 1, the weights"),
+    ):
+        assert part in refusal(lambda wrong=wrong: call(expert_counts=wrong))
+    refusal(lambda: call(expert_counts=[0] * EXPERTS), TypeError)
+
+
+@pytest.mark.parametrize("gate_up", ["gate_first", "up_first", "interleaved"])
+def test_maps_of_w13(monkeypatch, gate_up):
+    """Dimensions, strides and box as cuTensorMapEncodeTiled takes them; what the box lands is gate
+    and up in groups of 8 rows.
+    """
+    maps = []
+    monkeypatch.setattr(prepare, "encode_u8_map", lambda *given: maps.append(given) or b"")
+    weights = ExpertWeights(**weight_arrays(), gate_up=gate_up)
+    fields = Variant(**weights.variant_fields).plan_fields
+    plan = choose(weights.problem(1, TOP_K), gpu_spec("h200"), **fields)
+    prepare._weight_maps(weights, plan)
+    _, dims, strides, box = maps[0]
+    assert all(stride % 16 == 0 and 0 < stride < 1 << 40 for stride in strides)
+    assert all(0 < n <= 256 for n in box) and np.prod(box) == plan.block_rows * plan.block_k
+    assert np.prod(dims) == np.prod(weights.w13.shape)
+    steps = [stride // HIDDEN for stride in strides]
+    rows = [c * steps[0] + half * steps[1] + g * steps[2] for g, half, c in np.ndindex(2, 2, 8)]
+    gate, up = list(range(16)), list(range(INTERMEDIATE, INTERMEDIATE + 16))
+    if gate_up == "interleaved":
+        gate, up = [2 * row for row in gate], [2 * row + 1 for row in gate]
+    assert rows == gate[:8] + up[:8] + gate[8:] + up[8:]
+
+
 def test_bf16_launches(kernel):
     weights, workspace = bf16_weights(), RoomyWorkspace()
     mega_moe(
@@ -593,6 +646,12 @@ def test_warmup_prepares_the_variant(kernel):
         for plan in (decode, prefill):
             assert plan.activation == kwargs.get("activation", "swiglu")
             assert plan.up_first == (weights is up_first) == plan.weight_on_input
+    biases = {
+        "w13_bias": FakeArray((EXPERTS, 2 * INTERMEDIATE), "float32"),
+        "w2_bias": FakeArray((EXPERTS, HIDDEN), "float32"),
+    }
+    made = plans(ExpertWeights(**weight_arrays(), **biases, gate_up="interleaved"))
+    assert all(plan.has_bias and plan.interleaved and not plan.up_first for plan in made)
     message = refusal(lambda: plans(layer_weights(), activation="silu"))
     assert "activation must be one of" in message and "got 'silu'" in message
 

@@ -78,6 +78,9 @@ def test_variants():
     report = json.loads(invoke(*SMALL, *options, "--tokens", 150, "--json").stdout)
     assert (report["activation"], report["gate_up"]) == ("swiglu_oai", "up_first")
     assert report["weight_on_input"] and report["is_right"] and report["bucket"] == "prefill"
+    options = ["--gate-up", "interleaved", "--bias"]
+    title, line = invoke(*SMALL, *options).stdout.splitlines()
+    assert "swiglu, interleaved, biases, decode kernel" in title and "PASS" in line
 
 
 def test_layer_by_config(tmp_path):
@@ -177,7 +180,7 @@ def replay_of(text):
 
 def test_a_kernel_that_computes_something_else(damage):
     damage("roles/combine.cuh", "+= bf16_low(words[w]);", "-= bf16_low(words[w]);")
-    options = ["--activation", "geglu_tanh", "--gate-up", "up_first", "--weight-on-input"]
+    options = ["--activation", "geglu_tanh", "--gate-up", "up_first", "--weight-on-input", "--bias"]
     replayed = replay_of(invoke(*SMALL, *options, code=1).stdout)
     assert set(options) <= set(replayed) and "FAIL" in invoke(*replayed, code=1).stdout
     text = invoke(*SMALL, "--seed", 5, "--seeds", 3, code=1).stdout

@@ -106,9 +106,41 @@ def test_halves_exchanged_give_the_same_bits(num_tokens):
     assert np.array_equal(y, mega_moe(*given, up_first(exchanged), backend="emulated"))
 
 
+def interleaved(layer):
+    """Weights whose rows alternate, and scales of 128 such rows: for the oracle, and wrapped."""
+    first, second = np.split(np.arange(layer.w13.shape[1]), 2)
+    w13 = layer.w13[:, np.stack([first, second], axis=1).ravel()]
+    layer = layer._replace(w13=w13)
+    scales = layer.w13_scale, layer.w2_scale
+    return layer, ExpertWeights(w13, layer.w2, *scales, gate_up="interleaved")
+
+
+@pytest.mark.parametrize("num_tokens", [5, *BUCKETS.values()])
+@pytest.mark.parametrize("intermediate, on_input", [(144, False), (208, True), (384, False)])
+def test_interleaved(num_tokens, intermediate, on_input):
+    layer, weights = interleaved(reference.random_layer(EXPERTS, HIDDEN, intermediate, seed=1))
+    given = call_arrays(num_tokens)
+    variant = {"activation": "swiglu_oai", "apply_router_weight_on_input": on_input}
+    y = mega_moe(*given, weights, backend="emulated", **variant)
+    ref = oracle(given, layer, gate_up="interleaved", **variant)
+    assert reference.relative_error(y, ref) < 4e-3
+    assert reference.worst_element(y, ref) < 0.25
+    assert reference.relative_error(y, oracle(given, layer, **variant)) > 0.1
+
+
+@pytest.mark.parametrize("num_tokens", BUCKETS.values())
+def test_rows_interleaved_give_the_same_bits(num_tokens):
+    """With one scale for all blocks, it does not matter in which a row is."""
+    layer = LAYER._replace(w13_scale=np.full_like(LAYER.w13_scale, 2.0**-9))
+    weights = ExpertWeights(layer.w13, layer.w2, layer.w13_scale, layer.w2_scale)
+    given = call_arrays(num_tokens)
+    y = mega_moe(*given, weights, backend="emulated")
+    assert np.array_equal(y, mega_moe(*given, interleaved(layer)[1], backend="emulated"))
+
+
 @pytest.mark.parametrize("gate_up", ["gate", "up_gate", None, 1])
 def test_other_orders_are_refused(gate_up):
-    with pytest.raises(ValueError, match="gate_up must be one of gate_first, up_first, got "):
+    with pytest.raises(ValueError, match="gate_up must be one of gate_first, up_first, .*, got "):
         ExpertWeights(LAYER.w13, LAYER.w2, LAYER.w13_scale, LAYER.w2_scale, gate_up=gate_up)
 
 
@@ -179,6 +211,50 @@ def test_traces_are_of_the_variant(num_tokens):
     timeline = trace(*given, WEIGHTS, out=out, backend="emulated", **variant)
     assert timeline.summary()
     assert np.array_equal(out, mega_moe(*given, WEIGHTS, backend="emulated", **variant))
+
+
+@pytest.mark.parametrize("num_tokens", [5, *BUCKETS.values()])
+@pytest.mark.parametrize("quantised", [False, True])
+def test_expert_counts(num_tokens, quantised):
+    """Calls add up; unused slots and experts of other ranks do not count; y is what it was."""
+    x, ids, router = call_arrays(num_tokens)
+    ids[0] = 2, 2  # twice the same counts twice
+    rows = fp8.quantize_tokens(fp8.decode_bf16(x)) if quantised else x
+    options = {"first_expert": 1, "backend": "emulated"}
+    wanted = np.array([(ids == 1 + expert).sum() for expert in range(EXPERTS)])
+    counts = np.arange(7, 7 + EXPERTS, dtype=np.int32)
+    y = mega_moe(rows, ids, router, WEIGHTS, expert_counts=counts, **options)
+    assert np.array_equal(counts - np.arange(7, 7 + EXPERTS), wanted)
+    assert np.array_equal(y, mega_moe(rows, ids, router, WEIGHTS, **options))
+    mega_moe(rows, ids, router, WEIGHTS, expert_counts=counts, **options)
+    assert np.array_equal(counts - np.arange(7, 7 + EXPERTS), 2 * wanted)
+
+
+def test_no_tokens_count_nothing():
+    counts = np.full(EXPERTS, 3, np.int32)
+    mega_moe(*call_arrays(0), WEIGHTS, expert_counts=counts, backend="emulated")
+    assert (counts == 3).all()
+
+
+@pytest.mark.parametrize(
+    "counts, message",
+    [
+        (np.zeros(EXPERTS, np.int64), "expert_counts must have dtype i32, got i64; convert"),
+        (np.zeros(3, np.int32), r"expert_counts must have shape \[4\], got \[3\]; pass a counter"),
+        (np.zeros(8, np.int32)[::2], "expert_counts must be contiguous, got strides .2.; make it"),
+        (np.broadcast_to(np.int32(0), 4), "expert_counts must be contiguous"),
+    ],
+)
+def test_other_counts_are_refused(counts, message):
+    with pytest.raises(ValueError, match=message):
+        mega_moe(*call_arrays(3), WEIGHTS, expert_counts=counts, backend="emulated")
+
+
+def test_counts_must_be_writable():
+    counts = np.zeros(EXPERTS, np.int32)
+    counts.flags.writeable = False
+    with pytest.raises(ValueError, match="expert_counts must be writable, got a read-only array"):
+        mega_moe(*call_arrays(3), WEIGHTS, expert_counts=counts, backend="emulated")
 
 
 def test_unknown_activations_are_refused():

@@ -26,6 +26,7 @@ from torch_layer import (  # noqa: E402
 from jitmoe import Activation  # noqa: E402
 from jitmoe.integrations import torch as integration  # noqa: E402
 from jitmoe.integrations.torch import mega_moe  # noqa: E402
+from jitmoe.reference_biases import random_biases  # noqa: E402
 
 NEW_OP, OUT_OP = torch.ops.jitmoe.mega_moe.default, torch.ops.jitmoe.mega_moe_out.default
 
@@ -115,6 +116,33 @@ def test_e8m0_scales_are_converted_once():
         assert torch.equal(integration._f32(fresh), first)
 
 
+def biased(dtype=torch.float32):
+    """Biases as tensors, and for the oracle."""
+    sizes = torch_layer.EXPERTS, HIDDEN, torch_layer.INTERMEDIATE
+    biases = random_biases(*sizes, seed=3)
+    names = "w13_bias", "w2_bias"
+    tensors = [torch.from_numpy(bias).to(dtype) for bias in biases]
+    return dict(zip(names, tensors, strict=True)), dict(zip(names, biases, strict=True))
+
+
+@pytest.mark.parametrize("gate_up", ["gate_first", "interleaved"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_biases_and_orders(gate_up, dtype):
+    given, (tensors, biases) = tokens(7), biased(dtype)
+    y = emulate(*given, *WEIGHTS, **tensors, gate_up=gate_up)
+    assert error(y, given, gate_up=gate_up, **biases) < 4e-3
+    assert error(y, given, gate_up=gate_up) > 0.1
+
+
+def test_expert_counts():
+    given, counts = tokens(7), torch.full((torch_layer.EXPERTS,), 5, dtype=torch.int32)
+    version = counts._version
+    y = emulate(*given, *WEIGHTS, expert_counts=counts)
+    ids = given.topk_ids
+    assert counts.tolist() == [5 + int((ids == e).sum()) for e in range(torch_layer.EXPERTS)]
+    assert counts._version > version and torch.equal(y, emulate(*given, *WEIGHTS))
+
+
 # Other layers
 
 VARIANTS = [
@@ -153,7 +181,7 @@ def test_misfit_variants():
     for variant, message in [
         ({"activation": "silu"}, "activation must be one of swiglu, .*, got 'silu'"),
         ({"activation": 3}, "activation must be one of swiglu, .*, got 3"),
-        ({"gate_up": "up"}, "gate_up must be one of gate_first, up_first, got 'up'"),
+        ({"gate_up": "up"}, "gate_up must be one of gate_first, up_first, .*, got 'up'"),
         ({"first_expert": -1}, "first_expert must be an integer from 0 to "),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -188,6 +216,26 @@ def test_opcheck_quantised_x():
     torch.library.opcheck(NEW_OP, (codes.view(torch.uint8), *rest), kwargs)
 
 
+def test_opcheck_biases_and_counts():
+    tensors, _ = biased()
+    arguments = checked_arguments()
+    kwargs = tensors | {"backend": "emulated", "gate_up": "interleaved"}
+    torch.library.opcheck(NEW_OP, arguments, kwargs)
+    kwargs["expert_counts"] = torch.zeros(torch_layer.EXPERTS, dtype=torch.int32)
+    torch.library.opcheck(OUT_OP, [torch.empty_like(arguments[0]), *arguments], kwargs)
+
+
+def test_compiled_counts():
+    def layer(x, ids, router, counts):
+        return emulate(x, ids, router, *WEIGHTS, expert_counts=counts) + 1
+
+    given = tokens(5)
+    counts = [torch.zeros(torch_layer.EXPERTS, dtype=torch.int32) for _ in range(2)]
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*given, counts[0]), layer(*given, counts[1]))
+    assert counts[0].any() and torch.equal(*counts)
+
+
 @pytest.mark.parametrize("op", [NEW_OP, OUT_OP], ids=["new", "out"])
 def test_opcheck_bf16_weights(op):
     arguments = [*tokens(5), *BF16_WEIGHTS]
@@ -199,7 +247,8 @@ def test_opcheck_bf16_weights(op):
 
 def test_schemas():
     assert not NEW_OP._schema.is_mutable and OUT_OP._schema.is_mutable
-    assert [a.name for a in OUT_OP._schema.arguments if a.alias_info] == ["out"]
+    written = [a.name for a in OUT_OP._schema.arguments if a.alias_info]
+    assert written == ["out", "expert_counts"]
 
 
 def test_operators_without_the_function_around_them():
@@ -358,6 +407,9 @@ def test_memory_of_a_wrong_type_is_refused():
     assert message.startswith("w13 must have dtype e4m3, u8, bf16 or u16, got float16")
     message = refusal(ValueError, lambda: integration.Memory(wrong, "w2_scale"))
     assert message.startswith("w2_scale must have dtype f32, got float16")
+    assert integration.Memory(wrong[:3] + (torch.bfloat16, wrong[4]), "w2_bias")
+    message = refusal(ValueError, lambda: integration.Memory(wrong, "w2_bias"))
+    assert message.startswith("w2_bias must have dtype bf16, u16 or f32, got float16")
 
 
 def test_weights_are_known_by_their_places(monkeypatch):

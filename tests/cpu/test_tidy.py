@@ -24,7 +24,7 @@ JITMOE_ARROWS = {
     "plan": {"plan"},
     "jit": {"plan", "settings", "jit"},
     "run": {"plan", "jit", "settings", "run"},
-    "emulate": {"plan", "jit", "settings", "reference", "emulate"},
+    "emulate": {"plan", "jit", "settings", "reference", "reference_biases", "emulate"},
     "tracing": {"plan", "jit", "tracing"},
     "peers": {"peers"},
     "bench": {"plan", "jit", "run", "fp8", "reference", "weights", "measure", "peers", "bench"},

@@ -3,6 +3,7 @@
 import pytest
 
 from jitmoe import Activation, ExpertWeights, mega_moe, reference
+from jitmoe.reference_biases import random_biases
 
 EXACT_BOUND = 2.6e-2  # the noise of the format, at sizes that average it out
 
@@ -151,6 +152,80 @@ def test_up_first(make_layer, make_call, workspace, activation, num_tokens):
     call = make_call(layer._replace(weights=weights), num_tokens, 3)
     y = call.run(call.fp8, workspace, activation=activation)
     call.check(y, 4e-2, activation=activation, gate_up="up_first")
+
+
+@pytest.mark.parametrize("num_tokens", [16, 300, 2000])
+@pytest.mark.parametrize("intermediate", [208, 384])
+def test_interleaved(make_layer, make_call, workspace, intermediate, num_tokens):
+    layer = make_layer(12, 512, intermediate)
+    codes = layer.codes
+    weights = ExpertWeights(
+        codes.w13, codes.w2, codes.w13_scale, codes.w2_scale, gate_up="interleaved"
+    )
+    call = make_call(layer._replace(weights=weights), num_tokens, 3)
+    for variant in ({}, {"activation": "swiglu_oai"}):
+        y = call.run(call.fp8, workspace, **variant)
+        call.check(y, 4e-2, gate_up="interleaved", **variant)
+
+
+@pytest.mark.parametrize("num_tokens", [2, 16, 300, 2000])
+@pytest.mark.parametrize("sizes", [(12, 512, 208), (4, 4096, 384)], ids=str)
+@pytest.mark.parametrize("gate_up", ["gate_first", "interleaved"])
+@pytest.mark.parametrize("dtype", ["bf16", "f32"])
+def test_biases(make_layer, make_call, workspace, dtype, gate_up, sizes, num_tokens):
+    """Two tokens of few experts: tiles in parts along k."""
+    import cupy
+
+    from jitmoe.fp8 import encode_bf16
+
+    layer = make_layer(*sizes)
+    codes, biases = layer.codes, random_biases(*sizes, seed=3, xp=cupy)
+    given = [encode_bf16(bias, cupy) if dtype == "bf16" else bias for bias in biases]
+    weights = ExpertWeights(
+        codes.w13,
+        codes.w2,
+        codes.w13_scale,
+        codes.w2_scale,
+        w13_bias=given[0],
+        w2_bias=given[1],
+        gate_up=gate_up,
+    )
+    call = make_call(layer._replace(weights=weights), num_tokens, 3, "unused")
+    wanted = {"w13_bias": biases.w13, "w2_bias": biases.w2, "gate_up": gate_up}
+    for variant in (
+        {"activation": "swiglu_oai", "routed_scaling_factor": 2.5},
+        {"apply_router_weight_on_input": True},
+    ):
+        for x in (call.fp8, call.bf16):
+            call.check(call.run(x, workspace, **variant), 4e-2, **variant, **wanted)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 60, 1500])
+def test_expert_counts(make_layer, make_call, workspace, num_tokens):
+    """Calls add up, overlapping ones too; y is what it is without."""
+    import cupy
+
+    call = make_call(make_layer(24, 512, 256), num_tokens, 4, "unused")
+    plain = call.run(call.fp8, workspace)
+    ids = call.tokens.topk_ids
+    wanted = cupy.stack([(ids == expert).sum() for expert in range(24)])
+    counts = cupy.zeros(24, cupy.int32)
+    for _ in range(3):
+        y = call.run(call.fp8, workspace, expert_counts=counts)
+        assert (y == plain).all()
+    assert (counts == 3 * wanted).all()
+    for _ in range(20):
+        mega_moe(
+            call.fp8,
+            ids,
+            call.tokens.topk_weights,
+            call.layer.weights,
+            out=y,
+            expert_counts=counts,
+            workspace=workspace,
+        )
+    cupy.cuda.Device().synchronize()
+    assert (counts == 23 * wanted).all() and (y == plain).all()
 
 
 @pytest.mark.parametrize("num_tokens", [16, 300, 2000])
