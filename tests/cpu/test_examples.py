@@ -41,6 +41,10 @@ def test_plan_and_render():
     assert "decode" in text and "prefill" in text and 'extern "C"' in text
 
 
+def test_shared_expert():
+    assert "6 routed experts and one shared" in run(ROOT / "examples/07_shared_expert.py")
+
+
 @pytest.mark.parametrize("name", ["02_first_layer", "05_torch", "06_transformers"])
 def test_examples_say_that_they_need_a_gpu(name):
     text = run(ROOT / f"examples/{name}.py", CUDA_VISIBLE_DEVICES="")
