@@ -45,7 +45,9 @@ def test_shared_expert():
     assert "6 routed experts and one shared" in run(ROOT / "examples/07_shared_expert.py")
 
 
-@pytest.mark.parametrize("name", ["02_first_layer", "05_torch", "06_transformers"])
+@pytest.mark.parametrize(
+    "name", ["02_first_layer", "05_torch", "06_transformers", "08_transformers_speed"]
+)
 def test_examples_say_that_they_need_a_gpu(name):
     text = run(ROOT / f"examples/{name}.py", CUDA_VISIBLE_DEVICES="")
     assert "no GPU here" in text or "no PyTorch" in text
