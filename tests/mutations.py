@@ -200,12 +200,12 @@ CASES = (
     _case("decode", (384, 48, 8, 4), (3, 68, 6), num_blocks=3, overlap=True),
     _case("prefill", (640, 256, 3, 2), (5, 20, 9), overlap=True),
     _case("decode", (384, 80, 33, 3), (130, 3)),
-    _case("prefill", (256, 208, 2, 2), (140, 133, 30)),
+    _case("prefill", (256, 208, 2, 2), (140, 133, 30), "hot_expert"),
     _case("prefill", (128, 48, 33, 32), (140,), "hot_expert", num_blocks=1),
     _case("decode", (256, 208, 3, 2), (5, 12), overlap=True, has_bias=True),
     # Rows of bf16 that end inside a k-block; tiles that take tokens of their expert along.
     _case("decode", (144, 208, 3, 2), (5, 40, 12), overlap=True, format="bf16"),
-    _case("prefill", (208, 144, 2, 2), (140, 133, 30), "hot_expert", format="bf16"),
+    _case("prefill", (272, 144, 2, 2), (140, 133, 30), "hot_expert", format="bf16"),
     # A block that comes to its first task when others have taken it as an orphan.
     _case("decode", (128, 48, 8, 2), (2, 2, 3), num_blocks=4, overlap=True, schedules=2),
     # A warp that has fallen behind by a whole grid barrier.
