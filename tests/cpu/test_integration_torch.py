@@ -390,12 +390,13 @@ def test_memory_describes_the_tensor(name, dtype, typestr):
 
 
 def test_scales_that_are_none_have_no_place(monkeypatch):
-    monkeypatch.setattr(integration, "ExpertWeights", lambda *memory: memory)
+    monkeypatch.setattr(integration, "ExpertWeights", lambda *memory, gate_up: (gate_up, *memory))
     monkeypatch.setattr(integration, "Memory", lambda place, name: name)
     integration._known_weights.cache_clear()
     try:
         places = [integration._place(part) for part in (*BF16_WEIGHTS, None, None)]
-        assert integration._known_weights(*places) == ("w13", "w2", None, None)
+        known = integration._known_weights("up_first", *places)
+        assert known == ("up_first", "w13", "w2", None, None)
     finally:
         integration._known_weights.cache_clear()
 
