@@ -29,6 +29,7 @@ from jitmoe.cli_layer import (
     Intermediate,
     Json,
     Model,
+    Scales,
     TopK,
     WeightOnInput,
     layer_shape,
@@ -140,6 +141,7 @@ def plan(
     activation: Activation = "swiglu",
     gate_up: GateUp = "gate_first",
     weight_on_input: WeightOnInput = False,
+    scales: Scales = "block",
     tokens: TokenCount = 32,
     gpu: Gpu = None,
     as_json: Json = False,
@@ -148,7 +150,7 @@ def plan(
     from jitmoe.report import plan_report, print_plan
 
     shape = layer_shape(model, config, hidden, intermediate, experts, top_k)
-    fields = layer_variant(activation, gate_up, weight_on_input).plan_fields
+    fields = layer_variant(activation, gate_up, weight_on_input, scales).plan_fields
     report = plan_report(shape.problem(tokens, ep), _spec(gpu), **fields)
     if as_json:
         typer.echo(json.dumps({"layer": title(shape, ep), **report}, indent=2))
@@ -168,6 +170,7 @@ def show(
     activation: Activation = "swiglu",
     gate_up: GateUp = "gate_first",
     weight_on_input: WeightOnInput = False,
+    scales: Scales = "block",
     tokens: TokenCount = 32,
     gpu: Gpu = None,
     plain: Annotated[bool, typer.Option(help="Without colours.")] = False,
@@ -177,7 +180,7 @@ def show(
     from jitmoe.plan.heuristics import choose
 
     shape = layer_shape(model, config, hidden, intermediate, experts, top_k)
-    fields = layer_variant(activation, gate_up, weight_on_input).plan_fields
+    fields = layer_variant(activation, gate_up, weight_on_input, scales).plan_fields
     text = render(choose(shape.problem(tokens, ep), _spec(gpu), **fields))
     if plain or not sys.stdout.isatty():
         typer.echo(text, nl=False)
@@ -199,6 +202,7 @@ def warmup(
     activation: Activation = "swiglu",
     gate_up: GateUp = "gate_first",
     weight_on_input: WeightOnInput = False,
+    scales: Scales = "block",
     arch: Annotated[str, typer.Option(help="Architecture to build for.")] = "sm_90a",
     jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Kernels at a time.")] = 1,
 ) -> None:
@@ -207,7 +211,7 @@ def warmup(
 
     shape = layer_shape(model, config, hidden, intermediate, experts, top_k)
     plans = model_plans(
-        shape, ep, arch, **layer_variant(activation, gate_up, weight_on_input).plan_fields
+        shape, ep, arch, **layer_variant(activation, gate_up, weight_on_input, scales).plan_fields
     )
     if not prebuild(plans, jobs, _console()):
         raise typer.Exit(1)
@@ -227,6 +231,7 @@ def doctor() -> None:
 @app.command()
 def demo(
     model: Model = None,
+    scales: Scales = "block",
     ep: Annotated[int | None, typer.Option(help="Ranks that share the experts.")] = None,
     tokens: Annotated[
         list[int] | None, typer.Option(min=1, help="Tokens of a call; may be given several times.")
@@ -236,10 +241,12 @@ def demo(
     """Run a layer and check it against the oracle. Without a GPU: build it, check the oracle."""
     from jitmoe.demo import demo as run_demo
     from jitmoe.plan.models import model_shape
+    from jitmoe.plan.variant import check_scales
 
+    check_scales(scales)
     shape = model_shape(model or "deepseek-v3")
     default_ep = 8 if model is None else 1
-    if not run_demo(_console(), shape, ep or default_ep, tokens or None, jobs):
+    if not run_demo(_console(), shape, ep or default_ep, tokens or None, jobs, scales):
         raise typer.Exit(1)
 
 

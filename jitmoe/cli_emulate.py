@@ -20,6 +20,7 @@ from jitmoe.cli_layer import (
     Intermediate,
     Json,
     Model,
+    Scales,
     TopK,
     WeightOnInput,
     layer_shape,
@@ -42,6 +43,7 @@ def emulate(
     activation: Activation = "swiglu",
     gate_up: GateUp = "gate_first",
     weight_on_input: WeightOnInput = False,
+    scales: Scales = "block",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of the call.")] = 40,
     routing: Annotated[
         str,
@@ -80,7 +82,7 @@ def emulate(
     named = any(value is not None for value in layer.values())
     shape = layer_shape(**layer) if named else layer_shape(None, None, **SMALL_LAYER)
     problem = shape.problem(tokens, ep)
-    variant = layer_variant(activation, gate_up, weight_on_input)
+    variant = layer_variant(activation, gate_up, weight_on_input, scales)
     plan = choose(problem, gpu_spec("h200"), **variant.plan_fields)
     _warn_if_slow(*emulation.expected_seconds(problem, checked))
     session = emulation.open_session(plan, tokens, routing, blocks, checked, variant)
@@ -89,7 +91,8 @@ def emulate(
             f"{title(shape, ep)}: {tokens:,} tokens, hidden {shape.hidden:,}, intermediate "
             f"{shape.intermediate:,}, {problem.num_experts} experts, top_k {shape.top_k}; "
             f"{activation}{', up first' * plan.up_first}"
-            f"{', router weights on tokens' * weight_on_input}, "
+            f"{', router weights on tokens' * weight_on_input}"
+            f"{f', a scale for each {scales}' * plan.channel_scales}, "
             f"{plan.bucket} kernel, {blocks} block{'s' * (blocks > 1)}, "
             f"{routing} routing{', checked' * checked}"
         )
@@ -105,6 +108,7 @@ def emulate(
     call = {"ep": ep, "tokens": tokens, "routing": routing, "blocks": blocks, "seed": last.seed}
     call["activation"] = None if activation == "swiglu" else activation
     call["gate_up"] = None if gate_up == "gate_first" else gate_up
+    call["scales"] = None if scales == "block" else scales
     flags = ["--checked"] * checked + ["--weight-on-input"] * weight_on_input
     replay = None if last.is_right else _command(layer | call, flags)
     if as_json:
@@ -114,6 +118,7 @@ def emulate(
             "activation": activation,
             "gate_up": gate_up,
             "weight_on_input": weight_on_input,
+            "scales": scales,
             "bucket": plan.bucket,
             "routing": routing,
             "num_blocks": blocks,

@@ -24,6 +24,9 @@ GateUp = Annotated[str, typer.Option(help="Order of rows in w13: gate_first or u
 WeightOnInput = Annotated[
     bool, typer.Option("--weight-on-input", help="Router weights multiply tokens, not sums.")
 ]
+Scales = Annotated[
+    str, typer.Option(help="What has a scale in the weights: block, channel or tensor.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -52,12 +55,15 @@ def layer_shape(model, config, hidden, intermediate, experts, top_k):
     return models.ModelShape("layer", hidden, intermediate, experts, top_k, "command line")
 
 
-def layer_variant(activation: str, gate_up: str, weight_on_input: bool):
+def layer_variant(activation: str, gate_up: str, weight_on_input: bool, scales: str):
     """The Variant that the options name."""
     from jitmoe.plan import variant
 
     return variant.Variant(
-        activation, apply_router_weight_on_input=weight_on_input, gate_up=gate_up
+        activation,
+        apply_router_weight_on_input=weight_on_input,
+        gate_up=gate_up,
+        scales=scales,
     )
 
 

@@ -19,6 +19,7 @@ from jitmoe.plan import heuristics
 from jitmoe.plan.gpu import gpu_spec
 from jitmoe.plan.models import ModelShape
 from jitmoe.plan.problem import QUANT_GROUP, MoeProblem
+from jitmoe.plan.variant import Variant
 from jitmoe.run.driver import device_spec, num_devices
 
 ARCH = "sm_90a"
@@ -27,12 +28,18 @@ EMULATED_BOUND = 5e-3  # bf16 slices and sums; the emulated tensor cores add exa
 
 
 def demo(
-    console: Console, shape: ModelShape, ep: int, token_counts: list[int] | None, jobs: int
+    console: Console,
+    shape: ModelShape,
+    ep: int,
+    token_counts: list[int] | None,
+    jobs: int,
+    scales: str = "block",
 ) -> bool:
     """Run the demo and print what it sees. True if everything that was checked is right.
 
     shape         the layer; its experts are shared by `ep` ranks and one rank is run
     token_counts  calls to run (default: a spread from decode to prefill)
+    scales        what has a scale of its own in the weights: block, channel or tensor
     """
     if num_devices() > 0:
         try:
@@ -46,17 +53,20 @@ def demo(
                 return False
             from jitmoe.demo_gpu import demo_on_gpu
 
-            return demo_on_gpu(console, shape, ep, token_counts)
-    return demo_without_gpu(console, shape, ep, jobs)
+            return demo_on_gpu(console, shape, ep, token_counts, scales)
+    return demo_without_gpu(console, shape, ep, jobs, scales)
 
 
-def demo_without_gpu(console: Console, shape: ModelShape, ep: int, jobs: int) -> bool:
+def demo_without_gpu(
+    console: Console, shape: ModelShape, ep: int, jobs: int, scales: str = "block"
+) -> bool:
     """All that needs no GPU: kernels built, the oracle checked, small kernels emulated."""
     console.print(
         f"No Hopper GPU here. Building the {ARCH} kernels of {shape.name} (one rank of {ep}):",
         markup=False,
     )
-    is_built = prebuild.prebuild(prebuild.model_plans(shape, ep, ARCH), jobs, console)
+    plans = prebuild.model_plans(shape, ep, ARCH, **Variant(scales=scales).plan_fields)
+    is_built = prebuild.prebuild(plans, jobs, console)
     start = time.perf_counter()
     error = oracle_error()
     is_right = error < 1e-12
@@ -64,10 +74,10 @@ def demo_without_gpu(console: Console, shape: ModelShape, ep: int, jobs: int) ->
         f"NumPy oracle against a loop over tokens, slots and channels: relative error {error:.1e} "
         f"in {time.perf_counter() - start:.1f} s: {verdict(is_right)}"
     )
-    return is_built and is_right and demo_emulated(console)
+    return is_built and is_right and demo_emulated(console, scales)
 
 
-def demo_emulated(console: Console) -> bool:
+def demo_emulated(console: Console, scales: str = "block") -> bool:
     """Both kernels of a small layer, run thread by thread on the CPU, against the oracle.
 
     True if they are right, or if there is no C++ compiler to run them with.
@@ -76,7 +86,7 @@ def demo_emulated(console: Console) -> bool:
     for bucket, num_tokens in EMULATED_TOKENS.items():
         start = time.perf_counter()
         try:
-            error = emulated_error(bucket, num_tokens)
+            error = emulated_error(bucket, num_tokens, scales)
         except NoHostCompiler as missing:
             console.print(f"No kernel was executed: {missing}", markup=False)
             return True
@@ -89,10 +99,14 @@ def demo_emulated(console: Console) -> bool:
     return all(passes)
 
 
-def emulated_error(bucket: str, num_tokens: int) -> float:
+def emulated_error(bucket: str, num_tokens: int, scales: str = "block") -> float:
     """Relative error of an emulated launch against the oracle that rounds where the kernel does."""
-    layer = reference.random_layer(num_experts=4, hidden=256, intermediate=208, seed=1)
-    plan = heuristics.plans_of_model(MoeProblem(1, 256, 208, 4, 2), gpu_spec("h200"))[bucket]
+    layer = reference.random_layer(
+        num_experts=4, hidden=256, intermediate=208, seed=1, scales=scales
+    )
+    fields = Variant(scales=scales).plan_fields
+    problem, gpu = MoeProblem(1, 256, 208, 4, 2), gpu_spec("h200")
+    plan = heuristics.plans_of_model(problem, gpu, **fields)[bucket]
     emulated = EmulatedLayer(plan, layer, max_tokens=num_tokens, num_blocks=3)
     tokens = reference.random_tokens(num_tokens, 256, 4, 2, seed=2, routing="unused")
     x, x_scale = quantize_tokens(tokens.x)

@@ -19,7 +19,7 @@ TOKEN_COUNTS = (1, 8, 32, 128, 512, 2048)
 
 
 def demo_on_gpu(
-    console: Console, shape: ModelShape, ep: int, token_counts: list[int] | None
+    console: Console, shape: ModelShape, ep: int, token_counts: list[int] | None, scales: str
 ) -> bool:
     """Run, check and time one rank's layer, a line for each token count. True if all pass."""
     import cupy
@@ -31,7 +31,7 @@ def demo_on_gpu(
         f"{shape.name}, one rank of {ep}, on {gpu.name}: {layer.num_experts} experts, "
         f"hidden {layer.hidden}, intermediate {layer.intermediate}, top_k {layer.top_k}"
     )
-    weights, first = measure.weight_sets(layer, outliers=4)
+    weights, first = measure.weight_sets(layer, outliers=4, scales=scales)
     console.print(
         f"{len(weights)} sets of {weights[0].num_bytes / 1e9:.2f} GB of random weights in turn; "
         f"graph replay, median. Errors are against a float64 oracle: exact (bound "

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from jitmoe.arguments import Fit, check_call, read_call, split_x
 from jitmoe.plan.mega_moe import MegaMoePlan
 from jitmoe.plan.spread import stride
-from jitmoe.plan.variant import DEFAULT, Activation, Variant
+from jitmoe.plan.variant import Activation, Variant
 from jitmoe.planned import bucket_edges, find_plan
 from jitmoe.prepare import prepare
 from jitmoe.run import arrays
@@ -42,7 +42,8 @@ def mega_moe(
     re-quantised to e4m3 per token and 128 channels.
 
     x             [num_tokens, hidden] bf16 (quantised inside per token and 128 channels), or a pair
-                  of e4m3 [num_tokens, hidden] and f32 scales [num_tokens, hidden / 128]
+                  of e4m3 [num_tokens, hidden] and f32 scales: [num_tokens, hidden / 128], one for
+                  each token [num_tokens] or [num_tokens, 1], or one for all [1] or []
     topk_ids      [num_tokens, top_k] int32 or int64; an id outside [first_expert, first_expert +
                   num_experts) is an unused slot
     topk_weights  [num_tokens, top_k] f32 or bf16
@@ -154,7 +155,7 @@ def _make_ready(
     wants: tuple,
 ) -> Ready:
     key = (fit, plan, wants)
-    variant = Variant(*wants, gate_up=weights.gate_up)
+    variant = Variant(*wants, **weights.variant)
     plan = find_plan(weights, fit.num_tokens, fit.top_k, variant, plan)
     prepared = prepare(weights, plan, workspace, fit.num_tokens, stream)
     x_is_bf16 = fit.x_scale is None
@@ -164,8 +165,7 @@ def _make_ready(
         *prepared.memory,
         workspace.status_address,
         fit.x.strides[0] * (2 if x_is_bf16 else 1),
-        0 if x_is_bf16 else fit.x_scale.strides[0],
-        0 if x_is_bf16 else fit.x_scale.strides[1],
+        *fit.x_scale_strides,
         *prepared.scale_strides,
         weights.hidden if fit.out is None else fit.out.strides[0],
         fit.num_tokens,
@@ -177,6 +177,7 @@ def _make_ready(
         fit.topk_weights.dtype != "f32",
         workspace.timeout_us,
         *variant.scalars.values(),
+        prepared.half_stride,
     )
     if len(workspace.ready) >= MAX_READY:
         workspace.ready.clear()
@@ -205,7 +206,7 @@ def _emulated(x, topk_ids, topk_weights, weights, out, plan, wants):
     """mega_moe() for backend="emulated": the same checks, the plan of an H200."""
     x_rows, x_scale = split_x(x)
     fit = check_call(x_rows, x_scale, topk_ids, topk_weights, weights, out, host_view)
-    variant = Variant(*wants, gate_up=weights.gate_up)
+    variant = Variant(*wants, **weights.variant)
     if fit.num_tokens:
         plan = find_plan(weights, fit.num_tokens, fit.top_k, variant, plan)
     from jitmoe.fused_emulated import run
@@ -218,7 +219,8 @@ def workspace_bytes(weights: ExpertWeights, num_tokens: int, top_k: int) -> int:
     these weights; on an H200, if they are NumPy arrays.
     """
     weights.problem(num_tokens, top_k)  # refuses sizes there is no kernel for
-    return find_plan(weights, num_tokens, top_k, DEFAULT).workspace_bytes(num_tokens)
+    plan = find_plan(weights, num_tokens, top_k, Variant(**weights.variant))
+    return plan.workspace_bytes(num_tokens)
 
 
 def warmup(
@@ -247,7 +249,7 @@ def warmup(
     variant = Variant(
         activation,
         apply_router_weight_on_input=apply_router_weight_on_input,
-        gate_up=weights.gate_up,
+        **weights.variant,
     )
     edges = bucket_edges(weights, num_tokens, top_k)
     last = {find_plan(weights, n, top_k, variant): n for n in edges}

@@ -61,15 +61,15 @@ class References(NamedTuple):
     requantized: object
 
 
-def weight_sets(layer: MoeProblem, outliers: int = 0):
+def weight_sets(layer: MoeProblem, outliers: int = 0, scales: str = "block"):
     """As many sets of weights as fit, 4 at most, and the codes of the first for the oracle.
 
-    The other sets have its experts moved.
+    The other sets have its experts moved; `scales` are those of `reference.random_layer`.
     """
     import cupy
 
     sizes = (layer.num_experts, layer.hidden, layer.intermediate)
-    first = reference.random_layer(*sizes, seed=1, xp=cupy, outliers=outliers)
+    first = reference.random_layer(*sizes, seed=1, xp=cupy, outliers=outliers, scales=scales)
     free_bytes = cupy.cuda.runtime.memGetInfo()[0] - SPARE_BYTES
     num_sets = 1 + free_bytes // (layer.num_experts * layer.expert_bytes)
     sets = [first] + [

@@ -21,6 +21,7 @@ class Prepared(NamedTuple):
     params: ParamBlock
     memory: tuple[int, ...]
     scale_strides: tuple[int, ...]
+    half_stride: int
     bank_words: int
     row_capacity: int
     capacity: int
@@ -62,14 +63,15 @@ def prepare(
         params.write_maps(
             *_weight_maps(weights, plan), *_token_maps(weights, plan, memory, row_capacity)
         )
-    w13_scale, w2_scale = weights.w13_scale, weights.w2_scale
+    (expert_13, row_13, half), (expert_2, row_2, _) = weights.scale_strides
     if len(known) >= MAX_WORKSPACES:
         known.pop(next(iter(known)))
     prepared = known[workspace.serial] = Prepared(
         kernel,
         params,
         tuple(memory[name] for name in (*_SCRATCH, *["trace"] * plan.trace, *_CONTROL)),
-        (w13_scale.strides[0], w2_scale.strides[0], w13_scale.strides[1], w2_scale.strides[1]),
+        (expert_13, expert_2, row_13, row_2),
+        half,
         workspace.bank_words(plan),
         row_capacity,
         workspace.capacity(plan),

@@ -53,7 +53,7 @@ def mega_moe(
 
     x             [num_tokens, hidden] e4m3; or float or bf16 bits, with x_scale None, which
                   `quantize_tokens` then quantises
-    x_scale       [num_tokens, hidden/128]
+    x_scale       [num_tokens, hidden/128], [num_tokens], [num_tokens, 1], [1] or []
     topk_ids      [num_tokens, top_k] integers; a slot whose e is outside [0, num_experts) is unused
                   and its weight is not looked at; an expert that a token names twice counts twice
     topk_weights  [num_tokens, top_k] float or bf16 bits
@@ -61,9 +61,10 @@ def mega_moe(
                   with gate_up="up_first"
     w13_scale     [num_experts, ceil(2*intermediate/128), hidden/128] by absolute row: unless
                   intermediate is a multiple of 128, one block holds the end of the first half and
-                  the start of the second
+                  the start of the second. Or of channels [num_experts, 2*intermediate], experts
+                  [num_experts], or halves [num_experts, 2], each with trailing ones or not
     w2            [num_experts, hidden, intermediate] e4m3
-    w2_scale      [num_experts, hidden/128, ceil(intermediate/128)]
+    w2_scale      [num_experts, hidden/128, ceil(intermediate/128)], or as w13_scale
     returns       float64 [num_tokens, hidden], before the rounding to bf16
 
     requantize=False is the formula on the dequantised inputs, in float64. requantize=True rounds
@@ -93,7 +94,8 @@ def mega_moe(
             continue
         w13_e = dequantize_weights(w13[expert], w13_scale[expert], xp)
         w2_e = dequantize_weights(w2[expert], w2_scale[expert], xp)
-        gate_and_up = xp.matmul(dequantize_tokens(x[tokens], x_scale[tokens], xp), w13_e.T)
+        scales = x_scale if x_scale.size == 1 else x_scale[tokens]
+        gate_and_up = xp.matmul(dequantize_tokens(x[tokens], scales, xp), w13_e.T)
         pair_weights = weights[tokens, slots][:, None]
         if apply_router_weight_on_input:
             gate_and_up, pair_weights = pair_weights * gate_and_up, 1.0
@@ -170,23 +172,30 @@ class Tokens(NamedTuple):
 
 
 def random_layer(
-    num_experts: int, hidden: int, intermediate: int, seed: int, xp=np, outliers: int = 0
+    num_experts: int,
+    hidden: int,
+    intermediate: int,
+    seed: int,
+    xp=np,
+    outliers: int = 0,
+    scales: str = "block",
 ) -> Layer:
     """Weights from N(0, 1) / sqrt(K), made and quantised one expert at a time where `xp` lives.
+    `scales` are those of `quantize_weights`.
 
     In each matrix, `outliers` input channels are 30 times as large. NumPy and CuPy draw different
     numbers from one seed.
     """
     rng = xp.random.default_rng(seed)
-    codes, scales = ([], []), ([], [])  # of w13 and of w2
+    codes, factors = ([], []), ([], [])  # of w13 and of w2
     for _ in range(num_experts):
         for idx, (rows, cols) in enumerate(((2 * intermediate, hidden), (hidden, intermediate))):
             w = rng.standard_normal((rows, cols), dtype=xp.float32) * xp.float32(cols**-0.5)
             _enlarge_channels(w, outliers, rng, xp)
-            expert_codes, expert_scales = quantize_weights(w, xp)
+            expert_codes, expert_factors = quantize_weights(w, xp, scales)
             codes[idx].append(expert_codes)
-            scales[idx].append(expert_scales)
-    return Layer(*(xp.stack(parts[idx]) for idx in (0, 1) for parts in (codes, scales)))
+            factors[idx].append(expert_factors)
+    return Layer(*(xp.stack(parts[idx]) for idx in (0, 1) for parts in (codes, factors)))
 
 
 def random_tokens(

@@ -61,7 +61,7 @@ def trace(
         "apply_router_weight_on_input": apply_router_weight_on_input,
         "first_expert": first_expert,
     }
-    variant = Variant(**wants, gate_up=weights.gate_up)
+    variant = Variant(**wants, **weights.variant)
     plan = find_plan(weights, fit.num_tokens, fit.top_k, variant, plan)
     plan = replace(plan, trace=True)
     plan.check(gpu)

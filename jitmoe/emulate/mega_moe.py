@@ -14,6 +14,7 @@ from jitmoe.plan.mega_moe import MegaMoePlan
 from jitmoe.plan.spread import stride
 from jitmoe.plan.variant import DEFAULT, Variant
 from jitmoe.reference import Layer
+from jitmoe.scales import kind_of, token_strides, weight_strides
 
 _TIMEOUT_US = 30_000_000
 
@@ -120,7 +121,7 @@ class EmulatedLayer:
 
     def _rank(self, call: Call, shared: dict[str, Array]) -> tuple[Rank, np.ndarray]:
         """A launch, and the y that it fills."""
-        plan, layer = self.plan, self.layer
+        plan = self.plan
         x, x_scale = call.x if isinstance(call.x, tuple) else (call.x, None)
         num_tokens = x.shape[0]
         assert num_tokens <= self.max_tokens and x.shape[1] == plan.hidden
@@ -136,14 +137,19 @@ class EmulatedLayer:
         if plan.trace:
             self.rings = np.zeros(plan.trace_rings(self.num_blocks).shape, np.uint32)
             arrays["trace"] = Array(self.rings, writable=True)
+        token, group = 0, 0
+        if x_scale is not None:
+            token, group = token_strides(x_scale.shape, x_scale.strides, *x.shape)
+        (expert_13, row_13, half), (expert_2, row_2, _) = self._weight_strides()
         scalars = {
             "x_stride": x.strides[0] if num_tokens else 0,
-            "x_scale_token_stride": 0 if x_scale is None else x_scale.strides[0] // 4,
-            "x_scale_group_stride": 0 if x_scale is None else x_scale.strides[1] // 4,
-            "w13_scale_expert_stride": layer.w13_scale[0].size,
-            "w2_scale_expert_stride": layer.w2_scale[0].size,
-            "w13_scale_row_stride": layer.w13_scale.shape[2],
-            "w2_scale_row_stride": layer.w2_scale.shape[2],
+            "x_scale_token_stride": token // 4,
+            "x_scale_group_stride": group // 4,
+            "w13_scale_expert_stride": expert_13 // 4,
+            "w2_scale_expert_stride": expert_2 // 4,
+            "w13_scale_row_stride": row_13 // 4,
+            "w2_scale_row_stride": row_2 // 4,
+            "w13_scale_half_stride": half // 4,
             "y_stride": plan.hidden,
             "num_tokens": num_tokens,
             "bank_words": plan.bank_words(self.max_tokens),
@@ -157,6 +163,14 @@ class EmulatedLayer:
         }
         late = {n: _span(data) if n.startswith("x") else data for n, data in call.late.items()}
         return Rank(arrays, scalars, self._maps(), self.num_blocks, late), y
+
+    def _weight_strides(self) -> list[tuple[int, int, int]]:
+        """Of w13_scale and w2_scale, in bytes."""
+        plan, scales = self.plan, (self.layer.w13_scale, self.layer.w2_scale)
+        sizes = plan.num_experts, plan.hidden, plan.intermediate
+        kinds = ("channel", "tensor") if plan.channel_scales else ("block",)
+        kind = kind_of(*(scale.shape for scale in scales), *sizes, kinds)
+        return [weight_strides(kind, s.shape, s.strides, plan.intermediate) for s in scales]
 
     def _maps(self) -> dict[str, TensorMap]:
         plan = self.plan

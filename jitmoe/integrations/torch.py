@@ -37,12 +37,13 @@ def mega_moe(
 ) -> torch.Tensor:
     """`jitmoe.mega_moe` as a PyTorch operator, on the current stream of the tensors' GPU.
 
-    x             [num_tokens, hidden] bf16, or e4m3 with x_scale f32 [num_tokens, hidden / 128]
+    x             [num_tokens, hidden] bf16, or e4m3 with x_scale f32 [num_tokens, hidden / 128],
+                  [num_tokens], [num_tokens, 1], [1] or []
     topk_ids      [num_tokens, top_k] int32 or int64; an id outside [0, num_experts) is an unused
                   slot
     topk_weights  [num_tokens, top_k] f32 or bf16
-    w13 to w2_scale  the tensors of `jitmoe.ExpertWeights`, used in place; scales may be e8m0 as
-                  well, of which a copy in f32 is kept with the tensor
+    w13 to w2_scale  the tensors of `jitmoe.ExpertWeights`, used in place; scales may be e8m0 (or
+                  uint8 of the same bits) as well, of which a copy in f32 is kept with the tensor
     out           [num_tokens, hidden] bf16, written in place (default: a new tensor)
     backend       "cuda", or "emulated": tensors on the CPU, and the kernel thread by thread on it
 
@@ -154,7 +155,7 @@ def _f32(scale: torch.Tensor) -> torch.Tensor:
     They are made anew where the tensor lies elsewhere or was written since, but a write through
     `.data` leaves no trace.
     """
-    if scale.dtype != _E8M0:
+    if scale.dtype not in (_E8M0, torch.uint8):
         return scale
     if scale.is_inference():  # has no version
         return _widened(scale)
@@ -169,7 +170,10 @@ def _f32(scale: torch.Tensor) -> torch.Tensor:
 
 
 def _widened(scale: torch.Tensor) -> torch.Tensor:
-    return scale.detach().to(torch.float32, memory_format=torch.contiguous_format)
+    scale = scale.detach()
+    if scale.dtype == torch.uint8:
+        scale = scale.view(_E8M0)
+    return scale.to(torch.float32, memory_format=torch.contiguous_format)
 
 
 def _as_is(tensor: torch.Tensor, name: str) -> torch.Tensor:

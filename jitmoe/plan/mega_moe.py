@@ -23,6 +23,8 @@ class MegaMoePlan(Plan):
              up to 64 tokens are done as in decode. Token rows are first copied into a pool, sorted
              by expert, which TMA reads.
 
+    With `channel_scales`, scales of weights are those of whole output channels and multiply a
+    tile's sums; else those of 128 x 128 blocks, which multiply partial sums.
     With `trace`, every warp stamps what it does and when into a ring of global memory.
     """
 
@@ -41,6 +43,7 @@ class MegaMoePlan(Plan):
     activation: str = "swiglu"
     up_first: bool = False
     weight_on_input: bool = False
+    channel_scales: bool = False
 
     name = "mega_moe"
     block_rows = 256

@@ -18,7 +18,12 @@ def params(trace: bool) -> tuple[Param, ...]:
         Param("x_scale", "const float*", "[num_tokens, hidden/128], e4m3 only"),
         Param("topk_ids", "const u8*", "[num_tokens, top_k] i32 or i64"),
         Param("topk_weights", "const u8*", "[num_tokens, top_k] f32 or bf16"),
-        Param("w13_scale", "const float*", "[num_experts, ceil(2*intermediate/128), hidden/128]"),
+        Param(
+            "w13_scale",
+            "const float*",
+            "[num_experts, ceil(2*intermediate/128), hidden/128]; "
+            "or of channels: expert, row and half strides",
+        ),
         Param("w2_scale", "const float*", "[num_experts, hidden/128, ceil(intermediate/128)]"),
         Param("y", "u16*", "[num_tokens, hidden] bf16"),
         Param("pool", "u8*", "scratch: decode, x quantised; prefill, its rows by expert"),
@@ -54,4 +59,5 @@ def params(trace: bool) -> tuple[Param, ...]:
         Param("up_offset", "f32", "of the clamped activation"),
         Param("mid_scale_unit", "f32", "routed_scaling_factor / 448"),
         Param("first_expert", "u32", "id of expert 0 of the weights"),
+        Param("w13_scale_half_stride", "i64", "elements, of channel scales: from gate to up"),
     )

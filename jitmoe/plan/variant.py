@@ -31,6 +31,9 @@ E4M3_MAX = 448.0
 MAX_NUMBER = 1e30  # the kernel's numbers are f32
 MAX_FIRST_EXPERT = 1 << 30  # ids of 32 bits and negative ones stay apart
 GATE_UP = ("gate_first", "up_first")  # which half of an expert's rows in w13 comes first
+# What has a scale of its own: 128 x 128 weights, an output channel, or an expert's w13 (or each of
+# its halves) and w2.
+SCALES = ("block", "channel", "tensor")
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,15 @@ def check_gate_up(gate_up) -> None:
         )
 
 
+def check_scales(scales) -> None:
+    """Raises ValueError for another kind of weight scales than one of SCALES."""
+    if scales not in SCALES:
+        raise ValueError(
+            f"scales must be one of {', '.join(SCALES)}, got {scales!r}; say what has a scale of "
+            "its own in the weights"
+        )
+
+
 def check_first_expert(first_expert) -> None:
     """Raises ValueError unless ids may begin there."""
     is_integer = isinstance(first_expert, Integral) and not isinstance(first_expert, bool)
@@ -130,6 +142,7 @@ class Variant:
     apply_router_weight_on_input: bool = False
     first_expert: int = 0
     gate_up: str = "gate_first"
+    scales: str = "block"
 
     def __post_init__(self):
         factor, on_input = self.routed_scaling_factor, self.apply_router_weight_on_input
@@ -139,6 +152,7 @@ class Variant:
             )
         check_first_expert(self.first_expert)
         check_gate_up(self.gate_up)
+        check_scales(self.scales)
         object.__setattr__(self, "activation", Activation.of(self.activation))
         object.__setattr__(self, "routed_scaling_factor", _number("routed_scaling_factor", factor))
         object.__setattr__(self, "first_expert", int(self.first_expert))
@@ -150,6 +164,7 @@ class Variant:
             "activation": self.activation.function,
             "up_first": self.gate_up == "up_first",
             "weight_on_input": self.apply_router_weight_on_input,
+            "channel_scales": self.scales != "block",
         }
 
     @property

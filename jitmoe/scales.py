@@ -1,0 +1,103 @@
+"""Scales of FP8 codes: which kind an array of them is, and the strides that the kernel reads at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jitmoe.fp8 import decode_e8m0
+from jitmoe.plan.memory_map import ceil_div
+from jitmoe.plan.problem import QUANT_GROUP
+from jitmoe.plan.variant import SCALES
+from jitmoe.run.arrays import HOST, DeviceArray
+
+
+def kind_of(
+    w13_scale: tuple[int, ...],
+    w2_scale: tuple[int, ...],
+    num_experts: int,
+    hidden: int,
+    intermediate: int,
+    kinds: Sequence[str] = SCALES,
+) -> str:
+    """The first of `kinds` that weight scales of these two shapes are both of. Raises ValueError
+    where they are of none, or of different ones.
+    """
+    sizes = {
+        "w13_scale": (num_experts, 2 * intermediate, hidden),
+        "w2_scale": (num_experts, hidden, intermediate),
+    }
+    fitting = []
+    for (name, size), shape in zip(sizes.items(), (w13_scale, w2_scale), strict=True):
+        allowed = {kind: _weight_shapes(kind, *size, halves=name == "w13_scale") for kind in kinds}
+        fitting.append([kind for kind in kinds if tuple(shape) in allowed[kind]])
+        if not fitting[-1]:
+            shapes = " or ".join(f"{list(allowed[kind][0])} ({_EACH[kind]})" for kind in kinds)
+            raise ValueError(
+                f"{name} must have shape {shapes}, got {list(shape)}; "
+                "count blocks that are cut off at an end, or take weights quantised so"
+            )
+    both = [kind for kind in fitting[0] if kind in fitting[1]]
+    if not both:
+        raise ValueError(
+            f"w13_scale has scales for each {fitting[0][0]} and w2_scale for each {fitting[1][0]}; "
+            "expand one of them, so that both are of a kind"
+        )
+    return both[0]
+
+
+_EACH = {"block": "128 x 128 blocks", "channel": "output channels", "tensor": "experts"}
+
+
+def _weight_shapes(kind, num_experts, rows, cols, halves) -> list[tuple[int, ...]]:
+    """Those of scales for weights [num_experts, rows, cols], the usual first."""
+    if kind == "block":
+        return [(num_experts, ceil_div(rows, QUANT_GROUP), ceil_div(cols, QUANT_GROUP))]
+    if kind == "channel":
+        return [(num_experts, rows), (num_experts, rows, 1)]
+    one = [(num_experts,), (num_experts, 1), (num_experts, 1, 1)]
+    return one + [(num_experts, 2), (num_experts, 2, 1)] * halves
+
+
+def weight_strides(kind: str, shape, strides, intermediate: int) -> tuple[int, int, int]:
+    """From expert to expert, from row to row (of blocks or of weights), and from the first half of
+    w13's weight rows to the second, in units of `strides`.
+    """
+    if kind == "tensor":
+        return strides[0], 0, strides[1] if tuple(shape[1:2]) == (2,) else 0
+    return strides[0], strides[1], intermediate * strides[1]
+
+
+def token_strides(shape, strides, num_tokens: int, hidden: int) -> tuple[int, int]:
+    """From token to token and from group to group of 128 channels, in units of `strides`: of scales
+    for each, for each token, or one for all. Raises ValueError for other shapes.
+    """
+    shape, groups = tuple(shape), hidden // QUANT_GROUP
+    if shape == (num_tokens, groups):
+        return tuple(strides)
+    if shape in ((num_tokens,), (num_tokens, 1)):
+        return strides[0], 0
+    if shape in ((), (1,)):
+        return 0, 0
+    raise ValueError(
+        f"x_scale must have shape [{num_tokens}, {groups}], [{num_tokens}] or [1], "
+        f"got {list(shape)}; pass one scale for each token and 128 channels, for each token, or "
+        "for all"
+    )
+
+
+def e8m0_as_f32(given, seen: DeviceArray):
+    """A copy in f32, by NumPy or CuPy, of e8m0 scales that lie where `seen` says. Waits for the
+    GPU: whatever wrote them or reads the copy may be on any stream.
+    """
+    if seen.device == HOST:
+        return decode_e8m0(given)
+    import cupy
+
+    with cupy.cuda.Device(seen.device) as device:
+        memory = cupy.cuda.UnownedMemory(seen.ptr, seen.layout.num_bytes, given, seen.device)
+        place = cupy.cuda.MemoryPointer(memory, 0)
+        bits = cupy.ndarray(seen.shape, cupy.uint8, place, strides=seen.strides)
+        device.synchronize()
+        scales = decode_e8m0(bits, cupy)
+        device.synchronize()
+    return scales
