@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from jitmoe.plan.scales import token_strides
 from jitmoe.run.arrays import Layout, check_array, check_contiguous, check_rows, signer, view
-from jitmoe.scales import token_strides
 from jitmoe.weights import ExpertWeights
 
 MAX_X_BYTES = 1 << 36  # row offsets are 32-bit numbers of 16 bytes in the kernel

@@ -101,12 +101,10 @@ def demo_emulated(console: Console, scales: str = "block") -> bool:
 
 def emulated_error(bucket: str, num_tokens: int, scales: str = "block") -> float:
     """Relative error of an emulated launch against the oracle that rounds where the kernel does."""
-    layer = reference.random_layer(
-        num_experts=4, hidden=256, intermediate=208, seed=1, scales=scales
-    )
+    problem = MoeProblem(1, hidden=256, intermediate=208, num_experts=4, top_k=2)
+    layer = reference.random_layer(4, 256, 208, seed=1, scales=scales)
     fields = Variant(scales=scales).plan_fields
-    problem, gpu = MoeProblem(1, 256, 208, 4, 2), gpu_spec("h200")
-    plan = heuristics.plans_of_model(problem, gpu, **fields)[bucket]
+    plan = heuristics.plans_of_model(problem, gpu_spec("h200"), **fields)[bucket]
     emulated = EmulatedLayer(plan, layer, max_tokens=num_tokens, num_blocks=3)
     tokens = reference.random_tokens(num_tokens, 256, 4, 2, seed=2, routing="unused")
     x, x_scale = quantize_tokens(tokens.x)

@@ -177,7 +177,6 @@ def _make_ready(
         fit.topk_weights.dtype != "f32",
         workspace.timeout_us,
         *variant.scalars.values(),
-        prepared.half_stride,
     )
     if len(workspace.ready) >= MAX_READY:
         workspace.ready.clear()

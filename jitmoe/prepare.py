@@ -21,7 +21,6 @@ class Prepared(NamedTuple):
     params: ParamBlock
     memory: tuple[int, ...]
     scale_strides: tuple[int, ...]
-    half_stride: int
     bank_words: int
     row_capacity: int
     capacity: int
@@ -70,8 +69,7 @@ def prepare(
         kernel,
         params,
         tuple(memory[name] for name in (*_SCRATCH, *["trace"] * plan.trace, *_CONTROL)),
-        (expert_13, expert_2, row_13, row_2),
-        half,
+        (expert_13, expert_2, row_13, row_2, half),
         workspace.bank_words(plan),
         row_capacity,
         workspace.capacity(plan),

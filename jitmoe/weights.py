@@ -1,4 +1,4 @@
-"""ExpertWeights: checkpoint tensors as the kernel takes them. Nothing is copied."""
+"""ExpertWeights: checkpoint tensors as the kernel takes them, none copied but scales in e8m0."""
 
 from __future__ import annotations
 
@@ -7,10 +7,19 @@ from math import prod
 
 import numpy as np
 
+from jitmoe.fp8 import decode_e8m0
 from jitmoe.plan.problem import MoeProblem
+from jitmoe.plan.scales import kind_of, weight_strides
 from jitmoe.plan.variant import SCALES, check_gate_up, check_scales
-from jitmoe.run.arrays import HOST, check_array, check_dense, check_rows, host_view, view
-from jitmoe.scales import e8m0_as_f32, kind_of, weight_strides
+from jitmoe.run.arrays import (
+    HOST,
+    DeviceArray,
+    check_array,
+    check_dense,
+    check_rows,
+    host_view,
+    view,
+)
 
 
 class Memo(dict):
@@ -94,7 +103,7 @@ class ExpertWeights:
 
     @cached_property
     def scale_strides(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-        """Of w13_scale and w2_scale, in elements: `jitmoe.scales.weight_strides`."""
+        """Of w13_scale and w2_scale, in elements: `jitmoe.plan.scales.weight_strides`."""
         return tuple(
             weight_strides(self.scales, scale.shape, scale.strides, self.intermediate)
             for scale in (self.w13_scale, self.w2_scale)
@@ -125,5 +134,21 @@ def _read_scale(given, name: str, read):
     seen = read(given, name)
     if seen.dtype not in ("e8m0", "u8"):
         return given, seen
-    given = e8m0_as_f32(given, seen)
+    given = decode_e8m0(given) if seen.device == HOST else _decode_on_gpu(given, seen)
     return given, read(given, name)
+
+
+def _decode_on_gpu(given, seen: DeviceArray):
+    """A CuPy array. Waits for the GPU: what wrote the scales, or will read these, may be on any
+    stream.
+    """
+    import cupy
+
+    with cupy.cuda.Device(seen.device) as device:
+        memory = cupy.cuda.UnownedMemory(seen.ptr, seen.layout.num_bytes, given, seen.device)
+        place = cupy.cuda.MemoryPointer(memory, 0)
+        bits = cupy.ndarray(seen.shape, cupy.uint8, place, strides=seen.strides)
+        device.synchronize()
+        scales = decode_e8m0(bits, cupy)
+        device.synchronize()
+    return scales

@@ -198,6 +198,8 @@ CASES = (
     _case("prefill", (128, 48, 33, 32), (140,), "hot_expert", num_blocks=1),
     # A block that comes to its first task when others have taken it as an orphan.
     _case("decode", (128, 48, 8, 2), (2, 2, 3), num_blocks=4, overlap=True, schedules=2),
+    _case("decode", (384, 80, 4, 2), (70, 5), channel_scales=True),
+    _case("prefill", (256, 144, 2, 2), (120,), channel_scales=True),
     # A warp that has fallen behind by a whole grid barrier.
     _case("decode", (128, 48, 100, 2), (8,), num_local_pairs=2, num_blocks=3, schedules=4),
 )
@@ -265,7 +267,15 @@ def all_mutants() -> list[Mutant]:
 @cache
 def layer_of(case: Case) -> reference.Layer:
     plan = case.plan
-    return reference.random_layer(plan.num_experts, plan.hidden, plan.intermediate, seed=0)
+    scales = "channel" if plan.channel_scales else "block"
+    sizes = plan.num_experts, plan.hidden, plan.intermediate
+    layer = reference.random_layer(*sizes, seed=0, scales=scales)
+    if not plan.channel_scales:
+        return layer
+    # Channels apart from each other: a wrong scale shows.
+    rng = np.random.default_rng(0)
+    apart = [s * rng.uniform(0.5, 2, s.shape).astype(np.float32) for s in (layer[1], layer[3])]
+    return layer._replace(w13_scale=apart[0], w2_scale=apart[1])
 
 
 @cache

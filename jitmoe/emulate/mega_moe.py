@@ -11,10 +11,10 @@ import numpy as np
 from jitmoe.emulate.compile import executable
 from jitmoe.emulate.run import Array, Rank, TensorMap, launch
 from jitmoe.plan.mega_moe import MegaMoePlan
+from jitmoe.plan.scales import kind_of, token_strides, weight_strides
 from jitmoe.plan.spread import stride
 from jitmoe.plan.variant import DEFAULT, Variant
 from jitmoe.reference import Layer
-from jitmoe.scales import kind_of, token_strides, weight_strides
 
 _TIMEOUT_US = 30_000_000
 

@@ -147,6 +147,7 @@ def _run(out, x, topk_ids, topk_weights, weights, x_scale, backend) -> None:
 
 
 _E8M0 = getattr(torch, "float8_e8m0fnu", None)  # PyTorch 2.7 and later
+_E8M0_TYPES = (_E8M0, torch.uint8)
 
 
 def _f32(scale: torch.Tensor) -> torch.Tensor:
@@ -155,7 +156,7 @@ def _f32(scale: torch.Tensor) -> torch.Tensor:
     They are made anew where the tensor lies elsewhere or was written since, but a write through
     `.data` leaves no trace.
     """
-    if scale.dtype not in (_E8M0, torch.uint8):
+    if scale.dtype not in _E8M0_TYPES:
         return scale
     if scale.is_inference():  # has no version
         return _widened(scale)

@@ -66,22 +66,24 @@ def fp8_experts(
     for, and what `jitmoe.integrations.torch.mega_moe` raises.
     """
     _check(module, hidden_states)
+    scales = module.gate_up_proj_scale_inv, module.down_proj_scale_inv
+    if module.block_size is None:  # of experts, and halves of w13: [num_experts, 1 or 2, 1]
+        scales = [scale.flatten(1) for scale in scales]
     return mega_moe(
         hidden_states.contiguous(),
         top_k_index.contiguous(),
         top_k_weights.contiguous(),
         module.gate_up_proj,
         module.down_proj,
-        module.gate_up_proj_scale_inv,
-        module.down_proj_scale_inv,
+        *scales,
         backend=backend,
     )
 
 
 def refuse_experts(module, hidden_states, top_k_index, top_k_weights) -> torch.Tensor:
-    """The forward of experts that are not block FP8. Raises NotImplementedError."""
+    """The forward of experts that are not FP8. Raises NotImplementedError."""
     raise NotImplementedError(
-        f'{_named(module)}: experts_implementation="{NAME}" needs block-FP8 weights, got '
+        f'{_named(module)}: experts_implementation="{NAME}" needs FP8 weights, got '
         f'{_dtype(next(module.parameters()))}; load an FP8 checkpoint, or choose "grouped_mm"'
     )
 
@@ -92,8 +94,8 @@ def _check(module, hidden_states) -> None:
         got = getattr(module, name, allowed)
         if got != allowed:
             _refuse(module, f"{name} {allowed}", got, f'choose "{instead}"')
-    if tuple(module.block_size or ()) != (128, 128):
-        _refuse(module, "block_size (128, 128)", module.block_size, 'choose "grouped_mm"')
+    if tuple(module.block_size or (128, 128)) != (128, 128):
+        _refuse(module, "block_size (128, 128) or None", module.block_size, 'choose "grouped_mm"')
     if not isinstance(module.act_fn, _SILU):
         _refuse(module, "activation silu", type(module.act_fn).__name__, 'choose "grouped_mm"')
     gate = module.__dict__.get("_apply_gate", type(module)._apply_gate)

@@ -18,12 +18,7 @@ def params(trace: bool) -> tuple[Param, ...]:
         Param("x_scale", "const float*", "[num_tokens, hidden/128], e4m3 only"),
         Param("topk_ids", "const u8*", "[num_tokens, top_k] i32 or i64"),
         Param("topk_weights", "const u8*", "[num_tokens, top_k] f32 or bf16"),
-        Param(
-            "w13_scale",
-            "const float*",
-            "[num_experts, ceil(2*intermediate/128), hidden/128]; "
-            "or of channels: expert, row and half strides",
-        ),
+        Param("w13_scale", "const float*", "[num_experts, ceil(2*intermediate/128), hidden/128]"),
         Param("w2_scale", "const float*", "[num_experts, hidden/128, ceil(intermediate/128)]"),
         Param("y", "u16*", "[num_tokens, hidden] bf16"),
         Param("pool", "u8*", "scratch: decode, x quantised; prefill, its rows by expert"),
@@ -45,6 +40,7 @@ def params(trace: bool) -> tuple[Param, ...]:
         Param("w2_scale_expert_stride", "i64", "elements"),
         Param("w13_scale_row_stride", "i64", "elements"),
         Param("w2_scale_row_stride", "i64", "elements"),
+        Param("w13_scale_half_stride", "i64", "elements, from gate to up, of channels' scales"),
         Param("y_stride", "i64", "elements"),
         Param("num_tokens", "u32"),
         Param("bank_words", "u32"),
@@ -59,5 +55,4 @@ def params(trace: bool) -> tuple[Param, ...]:
         Param("up_offset", "f32", "of the clamped activation"),
         Param("mid_scale_unit", "f32", "routed_scaling_factor / 448"),
         Param("first_expert", "u32", "id of expert 0 of the weights"),
-        Param("w13_scale_half_stride", "i64", "elements, of channel scales: from gate to up"),
     )

@@ -78,6 +78,10 @@ def test_variants():
     for command in ("plan", "show", "warmup"):
         assert "got 'relu'; take" in refusal(command, *SMALL, "--activation", "relu")
         assert "got 'up'; say" in refusal(command, *SMALL, "--gate-up", "up")
+        assert "got 'row'; say" in refusal(command, *SMALL, "--scales", "row")
+    for scales in ("block", "channel", "tensor"):
+        text = invoke("show", *SMALL, "--scales", scales, "--plain").stdout
+        assert f"constexpr u32 kChannelScales = {int(scales != 'block')};" in text
 
 
 @pytest.mark.parametrize("gpu", [name for name in GPUS if GPUS[name].arch in KERNEL_ARCHS])

@@ -36,9 +36,13 @@ def shipped_plans():
         for ep in (1, USUAL_EP[name]):
             for plan in plans_of_model(model.problem(1, ep), gpu).values():
                 plans.setdefault(plan, f"{name} ep {ep} {plan.bucket}")
+        for plan in plans_of_model(model.problem(1, ep), gpu, channel_scales=True).values():
+            plans.setdefault(plan, f"{name} ep {ep} {plan.bucket}, channel scales")
     for shape in ODD_SHAPES:
         for plan in plans_of_model(shape.problem(1), gpu).values():
             plans.setdefault(plan, f"{shape.name} {plan.bucket}")
+        for plan in plans_of_model(shape.problem(1), gpu, channel_scales=True).values():
+            plans.setdefault(plan, f"{shape.name} {plan.bucket}, channel scales")
     return plans
 
 

@@ -79,6 +79,13 @@ def test_variants():
     assert report["weight_on_input"] and report["is_right"] and report["bucket"] == "prefill"
 
 
+@pytest.mark.parametrize("scales", ["channel", "tensor"])
+def test_scales(scales):
+    title, line = invoke(*SMALL, "--scales", scales).stdout.splitlines()
+    assert f"swiglu, a scale for each {scales}, decode kernel" in title and "PASS" in line
+    assert json.loads(invoke(*SMALL, "--scales", scales, "--json").stdout)["scales"] == scales
+
+
 def test_layer_by_config(tmp_path):
     config = {"model_type": "my_moe", "hidden_size": 256, "moe_intermediate_size": 144}
     config |= {"num_experts": 4, "num_experts_per_tok": 2}
@@ -96,6 +103,7 @@ def test_layer_by_config(tmp_path):
         ([*SMALL, "--routing", "even"], ["routing must be one of", "got 'even'"]),
         ([*SMALL, "--ep", "4"], ["top_k up to num_experts=1", "got 2; take duplicates"]),
         ([*SMALL, "--activation", "silu"], ["activation must be one of", "got 'silu'; take"]),
+        ([*SMALL, "--scales", "row"], ["scales must be one of", "got 'row'; say"]),
         ([*SMALL, "--gate-up", "up"], ["gate_up must be one of", "got 'up'; say"]),
         ([*SMALL, "--tokens", "262145"], ["num_tokens", "got 262,145; split"]),
     ],
@@ -157,6 +165,7 @@ def replay_of(text):
 def test_a_kernel_that_computes_something_else(damage):
     damage("roles/combine.cuh", "+= bf16_low(words[w]);", "-= bf16_low(words[w]);")
     options = ["--activation", "geglu_tanh", "--gate-up", "up_first", "--weight-on-input"]
+    options += ["--scales", "channel"]
     replayed = replay_of(invoke(*SMALL, *options, code=1).stdout)
     assert set(options) <= set(replayed) and "FAIL" in invoke(*replayed, code=1).stdout
     text = invoke(*SMALL, "--seed", 5, "--seeds", 3, code=1).stdout

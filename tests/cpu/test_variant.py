@@ -57,6 +57,7 @@ def test_refusals(arguments, error, message):
     [
         ({"activation": "gelu"}, ValueError, "activation must be one of swiglu, .*, got 'gelu'"),
         ({"gate_up": "up"}, ValueError, "gate_up must be one of gate_first, .*, got 'up'; say"),
+        ({"scales": "row"}, ValueError, "scales must be one of block, .*, got 'row'; say what"),
         ({"routed_scaling_factor": math.inf}, ValueError, "routed_scaling_factor must .* got inf"),
         ({"routed_scaling_factor": None}, TypeError, "must be a number, got NoneType; pass a flo"),
         ({"first_expert": -1}, ValueError, "first_expert must be an integer .*, got -1; pass"),

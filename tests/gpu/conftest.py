@@ -93,15 +93,16 @@ class Call(NamedTuple):
 
 @pytest.fixture(scope="session")
 def make_layer():
-    """make_layer(num_experts, hidden, intermediate, seed=0): memoised."""
+    """make_layer(num_experts, hidden, intermediate, seed=0, outliers=0, scales=...): memoised."""
     import cupy
 
     made = {}
 
-    def make(num_experts, hidden, intermediate, seed=0, outliers=0):
-        key = (num_experts, hidden, intermediate, seed, outliers)
+    def make(num_experts, hidden, intermediate, seed=0, outliers=0, scales="block"):
+        key = (num_experts, hidden, intermediate, seed, outliers, scales)
         if key not in made:
-            codes = reference.random_layer(*key[:3], seed=seed, xp=cupy, outliers=outliers)
+            options = {"seed": seed, "xp": cupy, "outliers": outliers, "scales": scales}
+            codes = reference.random_layer(*key[:3], **options)
             weights = ExpertWeights(codes.w13, codes.w2, codes.w13_scale, codes.w2_scale)
             made[key] = Layer(codes, weights, *key[:3])
         return made[key]

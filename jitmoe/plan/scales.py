@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jitmoe.fp8 import decode_e8m0
 from jitmoe.plan.memory_map import ceil_div
 from jitmoe.plan.problem import QUANT_GROUP
 from jitmoe.plan.variant import SCALES
-from jitmoe.run.arrays import HOST, DeviceArray
 
 
 def kind_of(
@@ -83,21 +81,3 @@ def token_strides(shape, strides, num_tokens: int, hidden: int) -> tuple[int, in
         f"got {list(shape)}; pass one scale for each token and 128 channels, for each token, or "
         "for all"
     )
-
-
-def e8m0_as_f32(given, seen: DeviceArray):
-    """A copy in f32, by NumPy or CuPy, of e8m0 scales that lie where `seen` says. Waits for the
-    GPU: whatever wrote them or reads the copy may be on any stream.
-    """
-    if seen.device == HOST:
-        return decode_e8m0(given)
-    import cupy
-
-    with cupy.cuda.Device(seen.device) as device:
-        memory = cupy.cuda.UnownedMemory(seen.ptr, seen.layout.num_bytes, given, seen.device)
-        place = cupy.cuda.MemoryPointer(memory, 0)
-        bits = cupy.ndarray(seen.shape, cupy.uint8, place, strides=seen.strides)
-        device.synchronize()
-        scales = decode_e8m0(bits, cupy)
-        device.synchronize()
-    return scales
