@@ -54,6 +54,7 @@ ORDER = {
         "spread",
         "plan",
         "variant",
+        "scales",
         "mega_moe_params",
         "mega_moe",
         "heuristics",
