@@ -138,7 +138,7 @@ def plan(
     experts: Experts = None,
     top_k: TopK = None,
     ep: Ep = 1,
-    activation: Activation = "swiglu",
+    activation: Activation = None,
     gate_up: GateUp = "gate_first",
     weight_on_input: WeightOnInput = False,
     scales: Scales = "block",
@@ -150,7 +150,7 @@ def plan(
     from jitmoe.report import plan_report, print_plan
 
     shape = layer_shape(model, config, hidden, intermediate, experts, top_k)
-    fields = layer_variant(activation, gate_up, weight_on_input, scales).plan_fields
+    fields = layer_variant(shape, activation, gate_up, weight_on_input, scales).plan_fields
     report = plan_report(shape.problem(tokens, ep), _spec(gpu), **fields)
     if as_json:
         typer.echo(json.dumps({"layer": title(shape, ep), **report}, indent=2))
@@ -167,7 +167,7 @@ def show(
     experts: Experts = None,
     top_k: TopK = None,
     ep: Ep = 1,
-    activation: Activation = "swiglu",
+    activation: Activation = None,
     gate_up: GateUp = "gate_first",
     weight_on_input: WeightOnInput = False,
     scales: Scales = "block",
@@ -180,7 +180,7 @@ def show(
     from jitmoe.plan.heuristics import choose
 
     shape = layer_shape(model, config, hidden, intermediate, experts, top_k)
-    fields = layer_variant(activation, gate_up, weight_on_input, scales).plan_fields
+    fields = layer_variant(shape, activation, gate_up, weight_on_input, scales).plan_fields
     text = render(choose(shape.problem(tokens, ep), _spec(gpu), **fields))
     if plain or not sys.stdout.isatty():
         typer.echo(text, nl=False)
@@ -199,7 +199,7 @@ def warmup(
     experts: Experts = None,
     top_k: TopK = None,
     ep: Ep = 1,
-    activation: Activation = "swiglu",
+    activation: Activation = None,
     gate_up: GateUp = "gate_first",
     weight_on_input: WeightOnInput = False,
     scales: Scales = "block",
@@ -210,10 +210,8 @@ def warmup(
     from jitmoe.prebuild import model_plans, prebuild
 
     shape = layer_shape(model, config, hidden, intermediate, experts, top_k)
-    plans = model_plans(
-        shape, ep, arch, **layer_variant(activation, gate_up, weight_on_input, scales).plan_fields
-    )
-    if not prebuild(plans, jobs, _console()):
+    fields = layer_variant(shape, activation, gate_up, weight_on_input, scales).plan_fields
+    if not prebuild(model_plans(shape, ep, arch, **fields), jobs, _console()):
         raise typer.Exit(1)
 
 

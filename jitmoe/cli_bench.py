@@ -74,9 +74,10 @@ def bench(
     if is_named:
         shape = layer_shape(model, config, *sizes)
         layers = {title(shape, ep): shape.problem(0, ep)}
+        points = Points(layers, token_counts(tokens), routing, shape.activation)
     else:
         layers = SHAPES if shapes is None else named_shapes(shapes)
-    points = Points(layers, token_counts(tokens), routing)
+        points = Points(layers, token_counts(tokens), routing)
     heats = ("cool",) * cool + ("hot",) * hot
     if not heats:
         raise ValueError("nothing is left to time: take --cool, --hot or both")

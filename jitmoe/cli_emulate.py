@@ -40,7 +40,7 @@ def emulate(
     experts: Experts = None,
     top_k: TopK = None,
     ep: Ep = 1,
-    activation: Activation = "swiglu",
+    activation: Activation = None,
     gate_up: GateUp = "gate_first",
     weight_on_input: WeightOnInput = False,
     scales: Scales = "block",
@@ -82,7 +82,8 @@ def emulate(
     named = any(value is not None for value in layer.values())
     shape = layer_shape(**layer) if named else layer_shape(None, None, **SMALL_LAYER)
     problem = shape.problem(tokens, ep)
-    variant = layer_variant(activation, gate_up, weight_on_input, scales)
+    variant = layer_variant(shape, activation, gate_up, weight_on_input, scales)
+    kind = variant.activation.kind
     plan = choose(problem, gpu_spec("h200"), **variant.plan_fields)
     _warn_if_slow(*emulation.expected_seconds(problem, checked))
     session = emulation.open_session(plan, tokens, routing, blocks, checked, variant)
@@ -90,7 +91,7 @@ def emulate(
         typer.echo(
             f"{title(shape, ep)}: {tokens:,} tokens, hidden {shape.hidden:,}, intermediate "
             f"{shape.intermediate:,}, {problem.num_experts} experts, top_k {shape.top_k}; "
-            f"{activation}{', up first' * plan.up_first}"
+            f"{kind}{', up first' * plan.up_first}"
             f"{', router weights on tokens' * weight_on_input}"
             f"{f', a scale for each {scales}' * plan.channel_scales}, "
             f"{plan.bucket} kernel, {blocks} block{'s' * (blocks > 1)}, "
@@ -106,7 +107,7 @@ def emulate(
 
     last = outcomes[-1]
     call = {"ep": ep, "tokens": tokens, "routing": routing, "blocks": blocks, "seed": last.seed}
-    call["activation"] = None if activation == "swiglu" else activation
+    call["activation"] = activation
     call["gate_up"] = None if gate_up == "gate_first" else gate_up
     call["scales"] = None if scales == "block" else scales
     flags = ["--checked"] * checked + ["--weight-on-input"] * weight_on_input
@@ -115,7 +116,7 @@ def emulate(
         report = {
             "layer": title(shape, ep),
             "problem": asdict(problem),
-            "activation": activation,
+            "activation": kind,
             "gate_up": gate_up,
             "weight_on_input": weight_on_input,
             "scales": scales,

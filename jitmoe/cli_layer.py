@@ -17,8 +17,10 @@ Experts = Annotated[int | None, typer.Option(help="Experts of a layer, over all 
 TopK = Annotated[int | None, typer.Option(help="Experts a token is routed to.")]
 Ep = Annotated[int, typer.Option(help="Ranks that share the experts.")]
 Activation = Annotated[
-    str,
-    typer.Option(help="swiglu, swiglu_clamped, swiglu_oai, geglu_tanh or geglu_erf."),
+    str | None,
+    typer.Option(
+        help="swiglu, swiglu_clamped, swiglu_oai, geglu_tanh or geglu_erf; default: the model's."
+    ),
 ]
 GateUp = Annotated[str, typer.Option(help="Order of rows in w13: gate_first or up_first.")]
 WeightOnInput = Annotated[
@@ -55,12 +57,12 @@ def layer_shape(model, config, hidden, intermediate, experts, top_k):
     return models.ModelShape("layer", hidden, intermediate, experts, top_k, "command line")
 
 
-def layer_variant(activation: str, gate_up: str, weight_on_input: bool, scales: str):
-    """The Variant that the options name."""
+def layer_variant(shape, activation: str | None, gate_up: str, weight_on_input: bool, scales: str):
+    """The Variant that the options name, with the activation of the shape if they name none."""
     from jitmoe.plan import variant
 
     return variant.Variant(
-        activation,
+        activation or shape.activation,
         apply_router_weight_on_input=weight_on_input,
         gate_up=gate_up,
         scales=scales,

@@ -72,7 +72,7 @@ def trace(
     if takes_small:
         layer, ep = {"model": None, "config": None} | SMALL_LAYER, 1
     shape = layer_shape(**layer)
-    traced = _run(shape.problem(tokens, ep), routing, emulated)
+    traced = _run(shape.problem(tokens, ep), shape.activation, routing, emulated)
     traced.to_perfetto(out)
     if png is not None:
         try:
@@ -98,7 +98,7 @@ def _has_hopper() -> bool:
         return False
 
 
-def _run(problem, routing: str, emulated: bool):
+def _run(problem, activation, routing: str, emulated: bool):
     """The Trace of a random call, the same every time."""
     import numpy as np
 
@@ -118,7 +118,7 @@ def _run(problem, routing: str, emulated: bool):
     weights = ExpertWeights(layer.w13, layer.w2, layer.w13_scale, layer.w2_scale)
     x = fp8.encode_bf16(call.x, xp)
     backend = "emulated" if emulated else "cuda"
-    return run(x, call.topk_ids, call.topk_weights, weights, backend=backend)
+    return run(x, call.topk_ids, call.topk_weights, weights, activation=activation, backend=backend)
 
 
 def _lines(summary) -> list[str]:

@@ -65,7 +65,8 @@ def demo_without_gpu(
         f"No Hopper GPU here. Building the {ARCH} kernels of {shape.name} (one rank of {ep}):",
         markup=False,
     )
-    plans = prebuild.model_plans(shape, ep, ARCH, **Variant(scales=scales).plan_fields)
+    variant = Variant(shape.activation, scales=scales)
+    plans = prebuild.model_plans(shape, ep, ARCH, **variant.plan_fields)
     is_built = prebuild.prebuild(plans, jobs, console)
     start = time.perf_counter()
     error = oracle_error()
@@ -74,10 +75,10 @@ def demo_without_gpu(
         f"NumPy oracle against a loop over tokens, slots and channels: relative error {error:.1e} "
         f"in {time.perf_counter() - start:.1f} s: {verdict(is_right)}"
     )
-    return is_built and is_right and demo_emulated(console, scales)
+    return is_built and is_right and demo_emulated(console, variant)
 
 
-def demo_emulated(console: Console, scales: str = "block") -> bool:
+def demo_emulated(console: Console, variant: Variant) -> bool:
     """Both kernels of a small layer, run thread by thread on the CPU, against the oracle.
 
     True if they are right, or if there is no C++ compiler to run them with.
@@ -86,7 +87,7 @@ def demo_emulated(console: Console, scales: str = "block") -> bool:
     for bucket, num_tokens in EMULATED_TOKENS.items():
         start = time.perf_counter()
         try:
-            error = emulated_error(bucket, num_tokens, scales)
+            error = emulated_error(bucket, num_tokens, variant)
         except NoHostCompiler as missing:
             console.print(f"No kernel was executed: {missing}", markup=False)
             return True
@@ -99,18 +100,18 @@ def demo_emulated(console: Console, scales: str = "block") -> bool:
     return all(passes)
 
 
-def emulated_error(bucket: str, num_tokens: int, scales: str = "block") -> float:
+def emulated_error(bucket: str, num_tokens: int, variant: Variant) -> float:
     """Relative error of an emulated launch against the oracle that rounds where the kernel does."""
-    problem = MoeProblem(1, hidden=256, intermediate=208, num_experts=4, top_k=2)
-    layer = reference.random_layer(4, 256, 208, seed=1, scales=scales)
-    fields = Variant(scales=scales).plan_fields
-    plan = heuristics.plans_of_model(problem, gpu_spec("h200"), **fields)[bucket]
+    layer = reference.random_layer(4, 256, 208, seed=1, scales=variant.scales)
+    small = MoeProblem(1, 256, 208, 4, 2)
+    plan = heuristics.plans_of_model(small, gpu_spec("h200"), **variant.plan_fields)[bucket]
     emulated = EmulatedLayer(plan, layer, max_tokens=num_tokens, num_blocks=3)
     tokens = reference.random_tokens(num_tokens, 256, 4, 2, seed=2, routing="unused")
     x, x_scale = quantize_tokens(tokens.x)
-    y = emulated((x, x_scale), tokens.topk_ids, tokens.topk_weights)
+    y = emulated((x, x_scale), tokens.topk_ids, tokens.topk_weights, variant)
     inputs = (x, x_scale, tokens.topk_ids, tokens.topk_weights, *layer)
-    return reference.relative_error(y, reference.mega_moe(*inputs, requantize=True))
+    ref = reference.mega_moe(*inputs, requantize=True, **variant.formula)
+    return reference.relative_error(y, ref)
 
 
 def verdict(is_right: bool) -> str:

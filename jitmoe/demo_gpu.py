@@ -29,7 +29,8 @@ def demo_on_gpu(
     layer = fit_experts(shape.problem(max(counts), ep), cupy.cuda.runtime.memGetInfo()[0])
     console.print(
         f"{shape.name}, one rank of {ep}, on {gpu.name}: {layer.num_experts} experts, "
-        f"hidden {layer.hidden}, intermediate {layer.intermediate}, top_k {layer.top_k}"
+        f"hidden {layer.hidden}, intermediate {layer.intermediate}, top_k {layer.top_k}, "
+        f"{shape.activation.kind}"
     )
     weights, first = measure.weight_sets(layer, outliers=4, scales=scales)
     console.print(
@@ -45,7 +46,7 @@ def demo_on_gpu(
     for num_tokens in counts:
         sized = replace(layer, num_tokens=num_tokens)
         for kind in ("fp8", "bf16"):
-            passes.append(_measure(console, sized, gpu, kind, weights, first))
+            passes.append(_measure(console, sized, shape.activation, gpu, kind, weights, first))
     from jitmoe.demo import verdict
 
     console.print(verdict(all(passes)))
@@ -62,10 +63,10 @@ def fit_experts(layer: MoeProblem, free_bytes: int) -> MoeProblem:
     return layer
 
 
-def _measure(console: Console, layer: MoeProblem, gpu, kind, weights, first) -> bool:
+def _measure(console, layer: MoeProblem, activation, gpu, kind, weights, first) -> bool:
     """Check one call, time several, print the line."""
     calls = [
-        measure.random_call(layer, seed, bf16=kind == "bf16", outliers=4)
+        measure.random_call(layer, seed, bf16=kind == "bf16", outliers=4, activation=activation)
         for seed in range(calls_per_graph(layer.num_tokens))
     ]
     method = methods.of_jitmoe(layer, calls, weights)

@@ -10,6 +10,7 @@ from jitmoe import reference
 from jitmoe.fp8 import encode_bf16, quantize_tokens
 from jitmoe.fused import mega_moe
 from jitmoe.plan.problem import MoeProblem
+from jitmoe.plan.variant import Activation
 from jitmoe.run.workspace import Workspace
 from jitmoe.weights import ExpertWeights
 
@@ -27,6 +28,7 @@ class Call(NamedTuple):
     scale: object
     topk_ids: object
     topk_weights: object
+    activation: Activation | str = "swiglu"
 
     def launch(self, weights: ExpertWeights, workspace: Workspace, out, stream=None):
         return mega_moe(
@@ -34,6 +36,7 @@ class Call(NamedTuple):
             self.topk_ids,
             self.topk_weights,
             weights,
+            activation=self.activation,
             out=out,
             workspace=workspace,
             stream=stream,
@@ -87,6 +90,7 @@ def random_call(
     outliers: int = 0,
     routing: str = "uniform",
     zipf_exponent: float = 1.0,
+    activation: Activation | str = "swiglu",
 ) -> Call:
     """x ~ N(0, 1) and a routing of `reference.random_tokens`; x as codes and scales, or as bf16."""
     import cupy
@@ -99,7 +103,7 @@ def random_call(
     )
     codes, scale = quantize_tokens(tokens.x, cupy)
     x = encode_bf16(tokens.x, cupy) if bf16 else (codes, scale)
-    return Call(x, codes, scale, tokens.topk_ids, tokens.topk_weights)
+    return Call(x, codes, scale, tokens.topk_ids, tokens.topk_weights, activation)
 
 
 def poisoned(layer: MoeProblem):
@@ -114,7 +118,10 @@ def references(call: Call, codes: reference.Layer) -> References:
     xp = oracle_namespace()
     inputs = (call.codes, call.scale, call.topk_ids, call.topk_weights, *codes)
     return References(
-        *(reference.mega_moe(*inputs, requantize=requantize, xp=xp) for requantize in (False, True))
+        *(
+            reference.mega_moe(*inputs, requantize=requantize, activation=call.activation, xp=xp)
+            for requantize in (False, True)
+        )
     )
 
 

@@ -107,12 +107,14 @@ def _weight_maps(weights: ExpertWeights, plan: MegaMoePlan) -> tuple[bytes, byte
 
 
 def _token_maps(weights, plan: MegaMoePlan, memory: dict, row_capacity: int) -> tuple[bytes, ...]:
-    """Prefill: maps of the pool and of mid, a box being half the token side of a tile."""
+    """Prefill: maps of the pool and of mid, a box being half the token side of a tile, and the same
+    with boxes of its extra tokens.
+    """
     if not plan.split_tokens:
         return ()
-    box = [plan.block_k, plan.token_box]
     widths = {"pool": weights.hidden, "mid": plan.derived_constants["mid_stride"]}
     return tuple(
-        encode_u8_map(memory[name], [width, row_capacity], [width], box)
+        encode_u8_map(memory[name], [width, row_capacity], [width], [plan.block_k, box])
+        for box in plan.token_boxes.values()
         for name, width in widths.items()
     )

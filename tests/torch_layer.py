@@ -38,9 +38,11 @@ def quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.from_numpy(codes).view(torch.float8_e4m3fn), torch.from_numpy(scale)
 
 
-def error(y: torch.Tensor, given, layer=LAYER) -> float:
-    """y's relative error to the oracle that rounds where the kernel does."""
+def error(y: torch.Tensor, given, layer=LAYER, **variant) -> float:
+    """y's relative error to the oracle that rounds where the kernel does; `variant` is of
+    `reference.mega_moe`.
+    """
     x, ids, router = (tensor.float().numpy() for tensor in given)
     args = *fp8.quantize_tokens(x), ids.astype("i8"), router, *layer
-    ref = reference.mega_moe(*args, requantize=True)
+    ref = reference.mega_moe(*args, requantize=True, **variant)
     return reference.relative_error(y.float().numpy(), ref)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from jitmoe.plan.problem import MoeProblem
+from jitmoe.plan.variant import Activation
 from jitmoe.reference import ROUTINGS
 
 SHAPES = {
@@ -21,9 +22,10 @@ ZIPF_EXPONENT = 1.2
 class Points:
     """Every layer at every token count.
 
-    layers   name -> problem; its num_tokens is ignored
-    tokens   token counts, each at least 1
-    routing  one of `reference.ROUTINGS`; zipf has the exponent `ZIPF_EXPONENT`
+    layers      name -> problem; its num_tokens is ignored
+    tokens      token counts, each at least 1
+    routing     one of `reference.ROUTINGS`; zipf has the exponent `ZIPF_EXPONENT`
+    activation  of all layers
 
     Raises ValueError for a routing that a layer cannot have.
     """
@@ -31,6 +33,7 @@ class Points:
     layers: dict[str, MoeProblem]
     tokens: tuple[int, ...] = TOKENS
     routing: str = "uniform"
+    activation: Activation = Activation()
 
     def __post_init__(self):
         if self.routing not in ROUTINGS:

@@ -20,6 +20,7 @@ TABLE = (
     "intermediate",
     "num_experts",
     "top_k",
+    "activation",
     "num_ranks",
     "mode",
     "routing",
@@ -27,7 +28,13 @@ TABLE = (
     "method",
     "gpu",
 )
-DEFAULTS = {"routing": "uniform", "heat": "cool", "method": "jitmoe", "status": "ok"}
+DEFAULTS = {
+    "activation": "swiglu",
+    "routing": "uniform",
+    "heat": "cool",
+    "method": "jitmoe",
+    "status": "ok",
+}
 REQUIRED = (*TABLE, "num_tokens", "us_median", "date", "command")
 
 

@@ -34,6 +34,7 @@ class Point:
     work: Work
     num_weight_sets: int
     is_cold: bool  # the weights that a graph reads exceed the L2 cache
+    activation: str = "swiglu"  # its kind
 
 
 def rows_of(
@@ -57,6 +58,7 @@ def rows_of(
         "intermediate": layer.intermediate,
         "num_experts": layer.num_experts,
         "top_k": layer.top_k,
+        "activation": point.activation,
         "num_tokens": layer.num_tokens,
         "bucket": bucket(layer),
         "routing": point.routing,

@@ -22,6 +22,7 @@ from jitmoe.peers.peer import Peer
 from jitmoe.plan import heuristics
 from jitmoe.plan.gpu import GpuSpec
 from jitmoe.plan.problem import MoeProblem
+from jitmoe.plan.variant import Variant
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def run(
     """
     deadline = time.monotonic() + (time_limit_s or float("inf"))
     _build_in_background(points, gpu)
-    found = _available(say) if with_peers else []
+    found = _available(points, say) if with_peers else []
     roofs = {heat: ceilings.measure(heat) for heat in protocol.heats}
     for heat, roof in roofs.items():
         say(_ceilings_line(heat, roof))
@@ -109,11 +110,16 @@ def _layer_rows(name: str, layer: MoeProblem, setting: _Setting):
 
 def _build_in_background(points: Points, gpu: GpuSpec) -> None:
     """Kernels of all layers, while weights and ceilings are made; calls wait for their own."""
-    plans = [p for x in points.layers.values() for p in heuristics.plans_of_model(x, gpu).values()]
+    fields = Variant(points.activation).plan_fields
+    layers = points.layers.values()
+    plans = [p for x in layers for p in heuristics.plans_of_model(x, gpu, **fields).values()]
     threading.Thread(target=lambda: list(build_many(plans)), daemon=True).start()
 
 
-def _available(say: Callable[[str], None]) -> list[ModuleType]:
+def _available(points: Points, say: Callable[[str], None]) -> list[ModuleType]:
+    if points.activation.kind != "swiglu":
+        say(f"peers left out: they compute swiglu, these layers {points.activation.kind}")
+        return []
     found = []
     for module in peers.peers():
         reason = module.available()
@@ -139,14 +145,16 @@ def _ceilings_line(heat: str, roof: ceilings.Ceilings) -> str:
 def _prepare(name: str, layer: MoeProblem, num_sets: int, codes, setting: _Setting) -> _Prepared:
     import cupy
 
-    routing = setting.points.routing
+    routing, activation = setting.points.routing, setting.points.activation
     calls = [
-        measure.random_call(layer, seed, routing=routing, zipf_exponent=ZIPF_EXPONENT)
+        measure.random_call(
+            layer, seed, routing=routing, zipf_exponent=ZIPF_EXPONENT, activation=activation
+        )
         for seed in range(calls_per_graph(layer.num_tokens))
     ]
     work = mean_work(work_of(layer, cupy.asnumpy(call.topk_ids)) for call in calls)
     is_cold = work.weight_bytes * min(num_sets, len(calls)) > setting.gpu.l2_bytes
-    point = Point(name, layer, routing, work, num_sets, is_cold)
+    point = Point(name, layer, routing, work, num_sets, is_cold, activation.kind)
     return _Prepared(point, calls, measure.references(calls[0], codes))
 
 

@@ -192,8 +192,10 @@ class EmulatedLayer:
         if plan.split_tokens:
             rows = plan.row_capacity(self.max_tokens)
             for name, width in (("pool", hidden), ("mid", plan.derived_constants["mid_stride"])):
-                box = (plan.block_k, plan.token_box)
-                maps[f"{name}_map"] = TensorMap(name, (width, rows), (width,), box)
+                for end, box in plan.token_boxes.items():
+                    maps[f"{name}_{end}"] = TensorMap(
+                        name, (width, rows), (width,), (plan.block_k, box)
+                    )
         return maps
 
 

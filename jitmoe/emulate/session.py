@@ -91,10 +91,9 @@ def open_session(
         num_tokens, plan.hidden, plan.num_experts, plan.top_k, seed=1, routing=routing
     )
     executable(plan, checked)  # before the weights, which may take long: it may be refused
-    options = dict(vars(variant))
-    layer = reference.random_layer(*sizes, seed=0, scales=options.pop("scales"))
+    layer = reference.random_layer(*sizes, seed=0, scales=variant.scales)
     call = tokens.x, None, *tokens[1:], *layer
-    ref = reference.mega_moe(*call, requantize=True, **options)
+    ref = reference.mega_moe(*call, requantize=True, **variant.formula)
     x = tokens.x.astype(ml_dtypes.bfloat16).view(np.uint16)
     return Session(plan, layer, x, *tokens[1:], ref, num_blocks, checked, variant)
 

@@ -10,7 +10,7 @@ from functools import lru_cache
 import ml_dtypes
 import torch
 
-from jitmoe import ExpertWeights
+from jitmoe import Activation, ExpertWeights
 from jitmoe import mega_moe as launch
 
 MAX_LAYERS = 1024  # remembered; then the one not called for longest is read again
@@ -18,8 +18,13 @@ MAX_LAYERS = 1024  # remembered; then the one not called for longest is read aga
 _INPUTS = ("x", "topk_ids", "topk_weights", "w13", "w2", "w13_scale", "w2_scale", "x_scale")
 _SCHEMA = (
     "Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w13, Tensor w2, Tensor w13_scale, "
-    'Tensor w2_scale, Tensor? x_scale=None, str backend="cuda"'
+    'Tensor w2_scale, Tensor? x_scale=None, str backend="cuda", str activation="swiglu", '
+    "float? alpha=None, float? limit=None, float? up_offset=None, "
+    "float routed_scaling_factor=1.0, bool apply_router_weight_on_input=False, "
+    'int first_expert=0, str gate_up="gate_first"'
 )
+# From `activation` on: what the operators' defaults stand for.
+_PLAIN = ("swiglu", None, None, None, 1.0, False, 0, "gate_first")
 
 
 def mega_moe(
@@ -32,18 +37,24 @@ def mega_moe(
     w2_scale: torch.Tensor,
     *,
     x_scale: torch.Tensor | None = None,
+    activation: Activation | str = "swiglu",
+    routed_scaling_factor: float = 1.0,
+    apply_router_weight_on_input: bool = False,
+    first_expert: int = 0,
+    gate_up: str = "gate_first",
     out: torch.Tensor | None = None,
     backend: str = "cuda",
 ) -> torch.Tensor:
     """`jitmoe.mega_moe` as a PyTorch operator, on the current stream of the tensors' GPU.
 
-    x             [num_tokens, hidden] bf16, or e4m3 with x_scale f32 [num_tokens, hidden / 128],
-                  [num_tokens], [num_tokens, 1], [1] or []
-    topk_ids      [num_tokens, top_k] int32 or int64; an id outside [0, num_experts) is an unused
-                  slot
+    x             [num_tokens, hidden] bf16, or e4m3 with an x_scale of `jitmoe.mega_moe`
+    topk_ids      [num_tokens, top_k] int32 or int64; an id outside [first_expert, first_expert +
+                  num_experts) is an unused slot
     topk_weights  [num_tokens, top_k] f32 or bf16
     w13 to w2_scale  the tensors of `jitmoe.ExpertWeights`, used in place; scales may be e8m0 (or
                   uint8 of the same bits) as well, of which a copy in f32 is kept with the tensor
+    activation to first_expert  as in `jitmoe.mega_moe`
+    gate_up       as in `jitmoe.ExpertWeights`
     out           [num_tokens, hidden] bf16, written in place (default: a new tensor)
     backend       "cuda", or "emulated": tensors on the CPU, and the kernel thread by thread on it
 
@@ -54,14 +65,30 @@ def mega_moe(
     is on: there is no backward.
     """
     inputs = (x, topk_ids, topk_weights, w13, w2, w13_scale, w2_scale, x_scale)
+    layer = (
+        *_fields(activation),
+        routed_scaling_factor,
+        apply_router_weight_on_input,
+        first_expert,
+        gate_up,
+    )
+    options = (backend,) if layer == _PLAIN else (backend, *layer)  # a shorter call is a faster one
     if out is None and torch.compiler.is_compiling():
-        return _new(*inputs, backend)
+        return _new(*inputs, *options)
     if torch.is_grad_enabled():
         _refuse_grad(inputs)
     if out is None:  # this way in less than half the time, for it has no autograd formula
         out = x.new_empty(x.shape, dtype=torch.bfloat16)
-    _into(out, *inputs, backend)
+    _into(out, *inputs, *options)
     return out
+
+
+def _fields(activation) -> tuple:
+    """kind, alpha, limit and up_offset, as an operator takes them."""
+    if isinstance(activation, str):
+        return activation, None, None, None
+    activation = Activation.of(activation)  # refuses what is none
+    return activation.kind, activation.alpha, activation.limit, activation.up_offset
 
 
 # Not torch.library.custom_op, which takes 0.1 ms a call (PyTorch 2.11 and 2.13) unless in inference
@@ -74,20 +101,16 @@ _library.define(f"mega_moe_out(Tensor(a!) out, {_SCHEMA}) -> ()", tags=_TAGS)
 
 @torch.library.impl(_library, "mega_moe", "CompositeExplicitAutograd")
 @torch.compiler.disable
-def _mega_moe(
-    x, topk_ids, topk_weights, w13, w2, w13_scale, w2_scale, x_scale=None, backend="cuda"
-):
+def _mega_moe(x, *inputs):
     out = x.new_empty(x.shape, dtype=torch.bfloat16)
-    _run(out, x, topk_ids, topk_weights, (w13, w2, w13_scale, w2_scale), x_scale, backend)
+    _run(out, x, *inputs)
     return out
 
 
 @torch.library.impl(_library, "mega_moe_out", "CompositeExplicitAutograd")
 @torch.compiler.disable
-def _mega_moe_out(
-    out, x, topk_ids, topk_weights, w13, w2, w13_scale, w2_scale, x_scale=None, backend="cuda"
-):
-    _run(out, x, topk_ids, topk_weights, (w13, w2, w13_scale, w2_scale), x_scale, backend)
+def _mega_moe_out(out, *inputs):
+    _run(out, *inputs)
     if not out.is_inference():  # those have no version
         torch.autograd.graph.increment_version(out)
 
@@ -130,12 +153,32 @@ def _refuse_grad(inputs) -> None:
         )
 
 
-def _run(out, x, topk_ids, topk_weights, weights, x_scale, backend) -> None:
-    weights = *weights[:2], *map(_f32, weights[2:])
+def _run(
+    out,
+    x,
+    topk_ids,
+    topk_weights,
+    w13,
+    w2,
+    w13_scale,
+    w2_scale,
+    x_scale=None,
+    backend="cuda",
+    activation="swiglu",
+    alpha=None,
+    limit=None,
+    up_offset=None,
+    routed_scaling_factor=1.0,
+    apply_router_weight_on_input=False,
+    first_expert=0,
+    gate_up="gate_first",
+) -> None:
+    weights = w13, w2, _f32(w13_scale), _f32(w2_scale)
     if backend == "emulated":
-        read, weights = _host, ExpertWeights(*map(_host, weights, _INPUTS[3:7]))
+        read, host = _host, map(_host, weights, _INPUTS[3:7])
+        weights = ExpertWeights(*host, gate_up=gate_up)
     elif backend == "cuda":
-        read, weights = _as_is, _known_weights(*map(_place, weights))
+        read, weights = _as_is, _known_weights(gate_up, *map(_place, weights))
     else:
         raise ValueError(f'backend must be "cuda" or "emulated", got {backend!r}')
     x = read(x, "x")
@@ -143,7 +186,23 @@ def _run(out, x, topk_ids, topk_weights, weights, x_scale, backend) -> None:
     ids, router = read(topk_ids, "topk_ids"), read(topk_weights, "topk_weights")
     # A model may lie on several GPUs, of which one is current.
     with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
-        launch(rows, ids, router, weights, out=read(out, "out"), backend=backend)
+        launch(
+            rows,
+            ids,
+            router,
+            weights,
+            activation=_activation(activation, alpha, limit, up_offset),
+            routed_scaling_factor=routed_scaling_factor,
+            apply_router_weight_on_input=apply_router_weight_on_input,
+            first_expert=first_expert,
+            out=read(out, "out"),
+            backend=backend,
+        )
+
+
+@lru_cache
+def _activation(kind: str, *numbers: float | None) -> Activation | str:
+    return kind if numbers == (None, None, None) else Activation(kind, *numbers)
 
 
 _E8M0 = getattr(torch, "float8_e8m0fnu", None)  # PyTorch 2.7 and later
@@ -171,10 +230,8 @@ def _f32(scale: torch.Tensor) -> torch.Tensor:
 
 
 def _widened(scale: torch.Tensor) -> torch.Tensor:
-    scale = scale.detach()
-    if scale.dtype == torch.uint8:
-        scale = scale.view(_E8M0)
-    return scale.to(torch.float32, memory_format=torch.contiguous_format)
+    wide = scale.detach().view(_E8M0)  # of either of _E8M0_TYPES
+    return wide.to(torch.float32, memory_format=torch.contiguous_format)
 
 
 def _as_is(tensor: torch.Tensor, name: str) -> torch.Tensor:
@@ -204,7 +261,7 @@ def _place(tensor: torch.Tensor) -> tuple:
 
 
 @lru_cache(MAX_LAYERS)
-def _known_weights(*places: tuple) -> ExpertWeights:
+def _known_weights(gate_up: str, *places: tuple) -> ExpertWeights:
     """ExpertWeights of four places, made once for each.
 
     Made of the key alone, so it is right for whatever tensors lie there: checked layouts, plans,
@@ -212,7 +269,7 @@ def _known_weights(*places: tuple) -> ExpertWeights:
     be written; memory that was freed and given to another layer of the same layout serves that one.
     No tensor is held, so a model's memory is free as soon as its owner lets go of it.
     """
-    return ExpertWeights(*map(_Memory, places, _INPUTS[3:7]))
+    return ExpertWeights(*map(_Memory, places, _INPUTS[3:7]), gate_up=gate_up)
 
 
 _TYPES = {torch.float8_e4m3fn: ("|u1", 1), torch.uint8: ("|u1", 1), torch.float32: ("<f4", 4)}

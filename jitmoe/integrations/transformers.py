@@ -11,12 +11,15 @@ import torch
 from transformers.activations import ACT2FN
 from transformers.integrations import finegrained_fp8, moe
 
+from jitmoe import Activation
 from jitmoe.integrations.torch import mega_moe
 
 NAME = "jitmoe"
 
-# What, if set, makes the gate of FP8Experts another than silu(gate) * up.
-_GATE_FIELDS = ("gate_softcap", "up_softcap", "swiglu_alpha", "swiglu_limit", "limit")
+# Numbers of the gate of FP8Experts, which has the limit twice.
+_NUMBERS = ("swiglu_alpha", "swiglu_limit", "limit")
+# What, if set, makes the gate one that there is no kernel for.
+_SOFTCAPS = ("gate_softcap", "up_softcap")
 # Attributes of a module, the only value allowed (as good as none), and an implementation of
 # transformers that takes others.
 _NEEDS = (
@@ -26,7 +29,7 @@ _NEEDS = (
     ("has_bias", False, "grouped_mm"),
     ("has_post_expert_norm", False, "grouped_mm"),
     ("activation_scheme", "dynamic", "eager"),
-    *((field, None, "grouped_mm") for field in _GATE_FIELDS),
+    *((field, None, "grouped_mm") for field in _SOFTCAPS),
 )
 
 
@@ -65,7 +68,7 @@ def fp8_experts(
     Raises NotImplementedError, one sentence, for a module or a dtype that the kernel has no form
     for, and what `jitmoe.integrations.torch.mega_moe` raises.
     """
-    _check(module, hidden_states)
+    activation = _check(module, hidden_states)
     scales = module.gate_up_proj_scale_inv, module.down_proj_scale_inv
     if module.block_size is None:  # of experts, and halves of w13: [num_experts, 1 or 2, 1]
         scales = [scale.flatten(1) for scale in scales]
@@ -76,6 +79,7 @@ def fp8_experts(
         module.gate_up_proj,
         module.down_proj,
         *scales,
+        activation=activation,
         backend=backend,
     )
 
@@ -88,26 +92,47 @@ def refuse_experts(module, hidden_states, top_k_index, top_k_weights) -> torch.T
     )
 
 
-def _check(module, hidden_states) -> None:
-    """Raise NotImplementedError unless the kernel computes what `module` does."""
+def _check(module, hidden_states) -> Activation | str:
+    """The activation of `module`. Raises NotImplementedError unless the kernel computes what it
+    does.
+    """
     for name, allowed, instead in _NEEDS:
         got = getattr(module, name, allowed)
         if got != allowed:
             _refuse(module, f"{name} {allowed}", got, f'choose "{instead}"')
     if tuple(module.block_size or (128, 128)) != (128, 128):
         _refuse(module, "block_size (128, 128) or None", module.block_size, 'choose "grouped_mm"')
-    if not isinstance(module.act_fn, _SILU):
-        _refuse(module, "activation silu", type(module.act_fn).__name__, 'choose "grouped_mm"')
-    gate = module.__dict__.get("_apply_gate", type(module)._apply_gate)
-    if not any(gate is plain for plain in _PLAIN_GATES):
-        got = getattr(gate, "__qualname__", gate)
-        _refuse(module, "_apply_gate silu(gate) * up", got, 'choose "grouped_mm"')
     if module.gate_up_proj.dtype != torch.float8_e4m3fn:
         got = _dtype(module.gate_up_proj)
         _refuse(module, "weights in float8_e4m3fn", got, 'choose "deepgemm" for FP4, else "eager"')
     if hidden_states.dtype != torch.bfloat16:
         got = _dtype(hidden_states)
         _refuse(module, "activations in bfloat16", got, "load the model with dtype=torch.bfloat16")
+    return _activation(module)
+
+
+def _activation(module) -> Activation | str:
+    """What the gate of `module` computes."""
+    alpha, limit, also_limit = (getattr(module, name, None) for name in _NUMBERS)
+    if getattr(module, "limit", limit) != limit:
+        _refuse(module, f"limit {limit} as swiglu_limit", also_limit, 'choose "grouped_mm"')
+    if alpha is not None and limit is None:
+        _refuse(module, "a swiglu_limit beside swiglu_alpha", limit, 'choose "grouped_mm"')
+    form = "plain" if limit is None else "limit" if alpha is None else "alpha"
+    kind = _KINDS.get(type(module.act_fn))
+    if kind is None or (kind != "swiglu" and form != "plain"):
+        allowed = "silu" if form != "plain" else "silu or gelu"
+        got = type(module.act_fn).__name__
+        _refuse(module, f"activation {allowed}", got, 'choose "grouped_mm"')
+    gate = module.__dict__.get("_apply_gate", type(module)._apply_gate)
+    if not any(gate is known and form in forms for known, forms in _GATES):
+        got = getattr(gate, "__qualname__", gate)
+        _refuse(module, f"_apply_gate {_WORDS[form]}", got, 'choose "grouped_mm"')
+    if form == "plain":
+        return kind
+    if form == "limit":
+        return Activation("swiglu_clamped", 1.0, limit, 0.0)
+    return Activation("swiglu_oai", alpha, limit, 1.0)
 
 
 def _refuse(module, allowed: str, got, remedy: str) -> None:
@@ -125,22 +150,56 @@ def _dtype(tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-_SILU = (torch.nn.SiLU, type(ACT2FN["silu"]))
+# Forms of a gate, by the numbers that are set, and what they compute.
+_WORDS = {
+    "plain": "act(gate) * up",
+    "limit": "act(gate) * up, cut off at the limit",
+    "alpha": "gate * sigmoid(alpha * gate) * (up + 1), cut off at the limit",
+}
+_VALUES = torch.tensor([-1e3, -20.0, -3.0, -0.5, 0.0, 0.5, 3.0, 20.0, 1e3], device="cpu")
+_ALPHA, _LIMIT = 1.5, 2.0  # that _VALUES lie on both sides of
 
 
-def _is_plain(gate) -> bool:
-    """Whether an `_apply_gate` is silu(gate) * up where none of _GATE_FIELDS is set; no if it reads
-    another attribute, which a later transformers may have added.
+def _forms(gate) -> set[str]:
+    """The forms in which an `_apply_gate` computes what _WORDS say. None if it reads another
+    attribute, which a later transformers may have added.
     """
-    values = torch.tensor([-1e3, -20.0, -3.0, -0.5, 0.0, 0.5, 3.0, 20.0, 1e3], device="cpu")
-    gates, ups = values.repeat_interleave(len(values)), values.repeat(len(values))
-    module = SimpleNamespace(act_fn=torch.nn.functional.silu, **dict.fromkeys(_GATE_FIELDS))
-    try:
-        mid = gate(module, torch.cat([gates, ups])[None])
-    except AttributeError:
-        return False
-    return torch.allclose(mid, torch.nn.functional.silu(gates) * ups)
+    gates, ups = _VALUES.repeat_interleave(len(_VALUES)), _VALUES.repeat(len(_VALUES))
+    low, clipped = gates.clamp(max=_LIMIT), ups.clamp(-_LIMIT, _LIMIT)
+    act, forms = torch.tanh, set()  # any but those that a gate might name itself
+    for form, numbers, wanted in (
+        ("plain", (None, None, None), act(gates) * ups),
+        ("limit", (None, _LIMIT, _LIMIT), act(low) * clipped),
+        ("alpha", (_ALPHA, _LIMIT, _LIMIT), low * torch.sigmoid(_ALPHA * low) * (clipped + 1)),
+    ):
+        fields = dict.fromkeys(_SOFTCAPS) | dict(zip(_NUMBERS, numbers, strict=True))
+        try:
+            mid = gate(SimpleNamespace(act_fn=act, **fields), torch.cat([gates, ups])[None])
+        except AttributeError:
+            return set()
+        if torch.allclose(mid, wanted):
+            forms.add(form)
+    return forms
 
 
-_GATES = (getattr(finegrained_fp8.FP8Experts, "_apply_gate", None), moe._default_apply_gate)
-_PLAIN_GATES = [gate for gate in _GATES if gate is not None and _is_plain(gate)]
+def _kinds() -> dict[type, str]:
+    """Classes of activations that compute what a kernel of that kind does."""
+    gelu = torch.nn.functional.gelu
+    kinds = {torch.nn.SiLU: "swiglu"}
+    for name, kind, wanted in (
+        ("silu", "swiglu", torch.nn.functional.silu(_VALUES)),
+        ("gelu", "geglu_erf", gelu(_VALUES)),
+        ("gelu_new", "geglu_tanh", gelu(_VALUES, approximate="tanh")),
+        ("gelu_pytorch_tanh", "geglu_tanh", gelu(_VALUES, approximate="tanh")),
+    ):
+        if name in ACT2FN and torch.allclose(ACT2FN[name](_VALUES), wanted, atol=1e-6):
+            kinds[type(ACT2FN[name])] = kind
+    return kinds
+
+
+_KINDS = _kinds()
+_GATES = [
+    (gate, _forms(gate))
+    for gate in (getattr(finegrained_fp8.FP8Experts, "_apply_gate", None), moe._default_apply_gate)
+    if gate is not None
+]

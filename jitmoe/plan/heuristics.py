@@ -17,9 +17,21 @@ from jitmoe.plan.problem import MAX_TOKENS, QUANT_GROUP, MoeProblem
 # prefill's time at 32 of S1 to S4, 1.24 to 1.33 at 96 and 128 (H200, 2026-11-30).
 DECODE_TOKENS_PER_EXPERT = 64.0
 
-# Most stages tried. 3 x 32 KiB in flight saturate memory, 4 or 5 are steadier (decode stream, H200,
-# 2026-11-29).
-MAX_STAGES = {"decode": 5, "prefill": 4}
+# (stages, task slots, pairs sorted locally) tried, best first. 3 x 32 KiB in flight saturate
+# memory, 4 or 5 stages are steadier (decode stream, 2026-11-29). Deliver warps hold a task slot
+# for long: in prefill 3 slots beat 2 by 0.6 to 6 % at 8192 tokens, more than a fourth stage gains.
+# 4,096 pairs sorted locally, which needs no whole grid at once, are level with the grid's sort:
+# 169.9 and 169.6 us at 512 tokens of S2 (all H200, 2026-11-30).
+_LOCAL = ((3, 4096), (3, 2048), (2, 1024), (2, 512))
+SIZES = {
+    "decode": tuple((num_stages, *more) for num_stages in (5, 4, 3) for more in _LOCAL),
+    "prefill": ((4, 3, 0), (3, 3, 0), (3, 2, 0)),
+}
+
+# Rows beyond full tiles that an expert's last takes along in prefill, where a tile of their own
+# would read its weights again: 512 tokens of S1 and S3 -6 and -8 %, 2048 of S2 -4 %. 32 instead of
+# 16 are level (H200, 2026-11-30).
+EXTRA_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -58,31 +70,26 @@ def choose(problem: MoeProblem, gpu: GpuSpec, **variant) -> MegaMoePlan:
     gives them. Raises PlanError if none fits.
     """
     name = bucket(problem)
-    for num_stages in range(MAX_STAGES[name], 2, -1):
-        # What else shrinks before the ring does. The deliver warps hold a task slot for longer: in
-        # prefill 3 beat 2 by 0.6 to 3 % at 8192 tokens. 4,096 pairs sorted locally, which needs no
-        # whole grid at once, are level with the grid's sort: 169.9 and 169.6 us at 512 tokens of S2
-        # (H200, 2026-11-30).
-        sizes = ((4096, 3), (2048, 3), (1024, 2), (512, 2))
-        for num_local_pairs, num_task_slots in sizes if name == "decode" else ((0, 3), (0, 2)):
-            plan = MegaMoePlan(
-                arch=gpu.arch,
-                bucket=name,
-                hidden=problem.hidden,
-                intermediate=problem.intermediate,
-                num_experts=problem.num_experts,
-                top_k=problem.top_k,
-                num_stages=num_stages,
-                num_local_pairs=num_local_pairs,
-                producer_regs=56 if name == "prefill" else 96,
-                math_regs=224 if name == "prefill" else 160,
-                unroll_k=_unroll_k(name, problem),
-                num_task_slots=num_task_slots,
-                **variant,
-            )
-            if plan.smem.num_bytes <= gpu.smem_bytes:
-                plan.check(gpu)
-                return plan
+    for num_stages, num_task_slots, num_local_pairs in SIZES[name]:
+        plan = MegaMoePlan(
+            arch=gpu.arch,
+            bucket=name,
+            hidden=problem.hidden,
+            intermediate=problem.intermediate,
+            num_experts=problem.num_experts,
+            top_k=problem.top_k,
+            num_stages=num_stages,
+            num_local_pairs=num_local_pairs,
+            producer_regs=56 if name == "prefill" else 96,
+            math_regs=224 if name == "prefill" else 160,
+            unroll_k=_unroll_k(name, problem),
+            num_task_slots=num_task_slots,
+            extra_tokens=EXTRA_TOKENS if name == "prefill" else 0,
+            **variant,
+        )
+        if plan.smem.num_bytes <= gpu.smem_bytes:
+            plan.check(gpu)
+            return plan
     raise PlanError(f"no ring of 3 stages fits {gpu.smem_bytes:,} B of shared memory for {problem}")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from jitmoe.plan import mega_moe_params, variant
+from jitmoe.plan import mega_moe_params, mega_moe_scratch, variant
 from jitmoe.plan.gpu import KERNEL_ARCHS, GpuSpec
 from jitmoe.plan.memory_map import MemoryMap, Region, align, ceil_div
 from jitmoe.plan.plan import WARP_THREADS, Param, Plan, PlanError, Role
@@ -39,6 +39,7 @@ class MegaMoePlan(Plan):
     math_regs: int
     unroll_k: int
     num_task_slots: int = 2
+    extra_tokens: int = 0  # prefill: most that an expert's last full tile takes beyond its own
     trace: bool = False
     activation: str = "swiglu"
     up_first: bool = False
@@ -70,9 +71,17 @@ class MegaMoePlan(Plan):
         return not local or x_is_bf16
 
     @property
-    def token_box(self) -> int:
-        """Prefill: rows of one copy of tokens; tasks of no more take one, others two."""
-        return self.block_tokens // 2
+    def tile_tokens(self) -> int:
+        """Most tokens of a tile."""
+        return self.block_tokens + self.extra_tokens
+
+    @property
+    def token_boxes(self) -> dict[str, int]:
+        """Prefill: rows of one copy of a tile's tokens, which takes one or two, and of its extra
+        tokens, by what the names of the tensor maps end in.
+        """
+        half = self.block_tokens // 2
+        return {"map": half, "extra_map": self.extra_tokens or half}
 
     @property
     def roles(self) -> tuple[Role, ...]:
@@ -111,6 +120,7 @@ class MegaMoePlan(Plan):
     def derived_constants(self) -> dict[str, int]:
         return {
             "block_tokens": self.block_tokens,
+            "tile_tokens": self.tile_tokens,
             "block_rows": self.block_rows,
             "block_k": self.block_k,
             "max_blocks": self.max_blocks,
@@ -125,7 +135,7 @@ class MegaMoePlan(Plan):
             "row_align": self.row_align,
             "x_quant_scale_stride": align(self.num_k_blocks_1, 8),
             "weight_tile_bytes": self.block_rows * self.block_k,
-            "token_tile_bytes": self.block_tokens * self.block_k,
+            "token_tile_bytes": self.tile_tokens * self.block_k,
             # One block of w13_scale can hold the end of gate and the start of up.
             "up_block_offset": self.intermediate // QUANT_GROUP,
             "up_block_rest": self.intermediate % QUANT_GROUP,
@@ -134,7 +144,7 @@ class MegaMoePlan(Plan):
 
     @cached_property
     def smem(self) -> MemoryMap:
-        stages, slots, tokens = self.num_stages, self.num_task_slots, self.block_tokens
+        stages, slots, tokens = self.num_stages, self.num_task_slots, self.tile_tokens
         experts, math = self.num_experts, self.num_math_warps
         feeder = "feed" if self.split_tokens else "gather"
         to_roles, from_roles = (
@@ -202,38 +212,7 @@ class MegaMoePlan(Plan):
 
     def scratch(self, num_tokens: int) -> MemoryMap:
         """Regions of a workspace that hold nothing between launches."""
-        tokens, c = max(num_tokens, 1), self.derived_constants
-        pairs, rows = tokens * self.top_k, self.row_capacity(num_tokens)
-        if self.split_tokens:
-            x = (
-                Region("pool", "u8", (rows, self.hidden), 256),
-                Region("pool_scale", "f32", (self.num_k_blocks_1, rows), 256),
-            )
-        else:
-            x = (
-                Region("pool", "u8", (tokens, self.hidden), 256),
-                Region("pool_scale", "f32", (tokens, c["x_quant_scale_stride"]), 256),
-            )
-        return MemoryMap(
-            (
-                *x,
-                Region("row_pairs", "u32", (rows,), 256),
-                Region("mid", "u8", (rows, c["mid_stride"]), 256),
-                Region("mid_scale", "f32", (self.num_k_blocks_2, rows), 256),
-                Region("slices", "u16", (pairs, self.hidden), 256),
-                Region("parts", "f32", self.parts_shape, 256),
-                *([self.trace_rings(self.max_blocks)] if self.trace else []),
-            )
-        )
-
-    @property
-    def parts_shape(self) -> tuple[int, ...]:
-        """Decode: sums of tiles in parts, by GEMM, part, and as math's threads hold them.
-
-        At most half as many tiles as blocks are in parts, and then no more parts than blocks.
-        """
-        blocks = 0 if self.split_tokens else self.max_blocks
-        return 2, blocks, self.block_rows * self.block_tokens
+        return mega_moe_scratch.scratch(self, num_tokens)
 
     def trace_rings(self, num_blocks: int) -> Region:
         """A traced kernel's stamps, of 4 words, by block and warp: templates/device/stamps.cuh."""
@@ -288,6 +267,11 @@ class MegaMoePlan(Plan):
             raise PlanError(
                 "rows are sorted locally by 16-bit pair numbers: room for 1 to 65,535 of them, "
                 f"got {self.num_local_pairs:,}"
+            )
+        if self.extra_tokens not in ((0, 8, 16) if self.split_tokens else (0,)):
+            raise PlanError(
+                "extra_tokens must be 0, in prefill 8 or 16 too (columns of one multiply), "
+                f"got {self.extra_tokens}"
             )
         if not 1 <= self.unroll_k <= 8:
             raise PlanError(f"unroll_k must be from 1 to 8, got {self.unroll_k}")

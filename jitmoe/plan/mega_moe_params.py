@@ -14,6 +14,8 @@ def params(trace: bool) -> tuple[Param, ...]:
         Param("w2_map", "TensorMap", "(intermediate, hidden, expert)"),
         Param("pool_map", "TensorMap", "(hidden, row), prefill"),
         Param("mid_map", "TensorMap", "(mid_stride, row), prefill"),
+        Param("pool_extra_map", "TensorMap", "as pool_map, for a tile's extra tokens"),
+        Param("mid_extra_map", "TensorMap", "as mid_map, for a tile's extra tokens"),
         Param("x", "const u8*", "[num_tokens, hidden] e4m3 or bf16"),
         Param("x_scale", "const float*", "[num_tokens, hidden/128], e4m3 only"),
         Param("topk_ids", "const u8*", "[num_tokens, top_k] i32 or i64"),

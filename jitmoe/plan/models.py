@@ -1,4 +1,4 @@
-"""Shapes of public models by name, and of any model by its Hugging Face config.json."""
+"""Layers of public models by name, and of any model by its Hugging Face config.json."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from jitmoe.plan.problem import MoeProblem
+from jitmoe.plan.variant import Activation
 
 # Names of a field in the configurations of the various families; the first that is set wins. A
 # plain "top_k" is not among them: in a config.json it is the sampling parameter of generation.
@@ -37,6 +38,31 @@ CONFIG_KEYS = {
 # Where multimodal models keep the configuration of their language model.
 NESTED_CONFIGS = ("text_config", "language_config", "llm_config", "thinker_config")
 
+# The activation in a configuration: fields of its name, the first that is set wins; names, and the
+# kind that they mean behind a gate.
+ACTIVATION_KEYS = ("mlp_hidden_act", "hidden_activation", "hidden_act", "activation_function")
+ACTIVATION_NAMES = {
+    "silu": "swiglu",
+    "swish": "swiglu",
+    "swigluoai": "swiglu_oai",
+    "gelu": "geglu_erf",
+    "gelu_new": "geglu_tanh",
+    "gelu_pytorch_tanh": "geglu_tanh",
+}
+# Fields that make it another than any of these if they are set, and what they do.
+ACTIVATION_REFUSED = {
+    "mlp_gate_softcap": "a soft cap on the gate",
+    "mlp_up_softcap": "a soft cap on up",
+    "swiglu_limits": "limits after the activation, layer by layer",
+}
+GPT_OSS_ALPHA = 1.702  # which its first configurations leave to the code
+
+# Models that are asked for and have no kernel, and what is missing.
+MISSING = dict.fromkeys(
+    ("gpt-oss-20b", "gpt-oss-120b"),
+    "has hidden 2,880 and biases of its experts; kernels take multiples of 128 and add no biases",
+)
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -47,6 +73,11 @@ class ModelShape:
     num_experts   routed experts of a layer, over all ranks; shared experts are not counted
     top_k         experts a token is routed to
     source        where the numbers were read
+    activation    an Activation, or the name of a kind
+
+    A model's routed_scaling_factor is no part of it: transformers multiplies it into the router
+    weights (DeepSeek-V3 and V4, GLM-4.5), which a call then brings along. Engines that leave it to
+    the layer pass it to `mega_moe`; it changes neither kernel nor time.
 
     Raises ValueError for numbers that no layer can have.
     """
@@ -57,8 +88,10 @@ class ModelShape:
     num_experts: int
     top_k: int
     source: str
+    activation: Activation | str = Activation()
 
     def __post_init__(self):
+        object.__setattr__(self, "activation", Activation.of(self.activation))
         for field in CONFIG_KEYS:
             got = getattr(self, field)
             if type(got) is not int or got < 1:
@@ -104,12 +137,15 @@ def __getattr__(name: str):
 def model_shape(name: str) -> ModelShape:
     """The shape called `name`, a key of `MODELS`; case and a leading organisation/ are ignored.
 
-    Raises ValueError for an unknown name, listing the known ones and the close matches.
+    Raises ValueError for an unknown name, listing the known ones and the close matches, and for a
+    model that there is no kernel for.
     """
     models = _load()
     key = name.lower().rpartition("/")[2]
     if key in models:
         return models[key]
+    if key in MISSING:
+        raise ValueError(f"{key} {MISSING[key]}")
     close = difflib.get_close_matches(key, models, n=3)
     hint = f"did you mean {' or '.join(close)}?" if close else "give the path of a config.json"
     raise ValueError(f"model must be one of {', '.join(models)}, got {name!r}; {hint}")
@@ -118,7 +154,8 @@ def model_shape(name: str) -> ModelShape:
 def from_config(path: str | Path) -> ModelShape:
     """The shape in a local Hugging Face config.json, or in the folder that holds one.
 
-    Raises ValueError if the file cannot be read or describes no mixture of experts of one shape.
+    Raises ValueError if the file cannot be read, describes no mixture of experts of one shape, or
+    an activation that there is no kernel for.
     """
     path = Path(path)
     if path.is_dir():
@@ -137,7 +174,7 @@ def from_config(path: str | Path) -> ModelShape:
         )
     name = config.get("model_type") or path.resolve().parent.name
     fields = {field: _read(experts, field, path) for field in CONFIG_KEYS}
-    return ModelShape(str(name), **fields, source=str(path))
+    return ModelShape(str(name), **fields, source=str(path), activation=_activation(experts, path))
 
 
 def _find_experts(config: dict) -> dict | None:
@@ -159,3 +196,31 @@ def _read(config: dict, field: str, path: Path) -> int:
             raise ValueError(f"{path}: {key} must be the same in every layer, got {value}")
         value = value[0]
     return value
+
+
+def _activation(config: dict, path: Path) -> Activation:
+    """What the experts' gates do: silu or gelu, or the clamped function where there are numbers."""
+    for key, what in ACTIVATION_REFUSED.items():
+        value = config.get(key)
+        if any(value) if isinstance(value, list) else value:
+            raise ValueError(f"{path}: {key} is {what}, which there is no kernel for, got {value}")
+    key = next((key for key in ACTIVATION_KEYS if config.get(key)), None)
+    name = "silu" if key is None else config[key]
+    if name not in ACTIVATION_NAMES:
+        raise ValueError(
+            f"{path}: {key} must be one of {', '.join(ACTIVATION_NAMES)}, got {name!r}; "
+            "there is no kernel for another"
+        )
+    kind, alpha, limit = (
+        ACTIVATION_NAMES[name],
+        config.get("swiglu_alpha"),
+        config.get("swiglu_limit"),
+    )
+    if alpha is None and config.get("model_type") == "gpt_oss":
+        alpha = GPT_OSS_ALPHA
+    if kind == "swiglu" and (alpha, limit) != (None, None):
+        kind = "swiglu_clamped" if alpha is None else "swiglu_oai"
+    try:
+        return Activation(kind, alpha, limit)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from None

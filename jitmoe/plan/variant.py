@@ -168,6 +168,11 @@ class Variant:
         }
 
     @property
+    def formula(self) -> dict:
+        """Arguments of `reference.mega_moe`: all but the kind of scales, which it sees."""
+        return {name: value for name, value in vars(self).items() if name != "scales"}
+
+    @property
     def scalars(self) -> dict[str, float | int]:
         """Parameters of the kernel, by name and in their order: any values of the same kernel."""
         activation = self.activation

@@ -2,11 +2,7 @@
 // nothing of it, and a tile's sums are multiplied by it once they are whole. Beside the main loop, every math warp
 // copies the scales of its weight rows into its own Smem::transpose, which only its epilogues use.
 
-// Weight rows of a warp.
-template <bool kTokenRows>
-constexpr u32 kWarpRows = kTokenRows ? kBlockRows : kShareBlocks<false> * 16;
-
-static_assert(kWarpRows<kSplitTokens> * sizeof(float) <= sizeof(Smem::transpose) / kNumMathWarps, "scales have room");
+static_assert(kBlockRows * sizeof(float) <= sizeof(Smem::transpose) / kNumMathWarps, "a tile's scales have room");
 
 DEVICE float* channel_scales(Smem& smem, const Share& share) {
     return reinterpret_cast<float*>(smem.transpose[share.group * 4 + share.warp]);
@@ -25,14 +21,15 @@ DEVICE const float* channel_scale(const Params& p, const Task& task, u32 row) {
            half * p.w13_scale_half_stride;
 }
 
+// Of all the tile's rows, or of this warp's.
 template <bool kTokenRows>
 DEVICE void begin_channel_scales(const Params& p, Smem& smem, const Task& task, const Share& share) {
     float* scales = channel_scales(smem, share);
     sync_warp();  // all lanes are done with the epilogue before
 #pragma unroll
-    for (u32 i = lane_idx(); i < kWarpRows<kTokenRows>; i += kWarpThreads) {
+    for (u32 i = lane_idx(); i < (kTokenRows ? kBlockRows : kShareBlocks<false> * 16); i += kWarpThreads) {
         const u32 row = kTokenRows ? i : share.first_row + i / 16 * 64 + share.warp * 16 + i % 16;
-        copy_4_async(scales + i, channel_scale(p, task, row));
+        copy_4_async(scales + row, channel_scale(p, task, row));
     }
 }
 
@@ -58,7 +55,8 @@ DEVICE void apply_channel_scales(Smem& smem, const Share& share, float (&sums)[k
                 four[2] *= two.x;
                 four[3] *= two.y;
             } else {
-                const float low = scales[m * 16 + lane / 4], high = scales[m * 16 + 8 + lane / 4];
+                const u32 row = share.first_row + m * 64 + share.warp * 16 + lane / 4;
+                const float low = scales[row], high = scales[row + 8];
                 four[0] *= low;
                 four[1] *= low;
                 four[2] *= high;
@@ -66,5 +64,4 @@ DEVICE void apply_channel_scales(Smem& smem, const Share& share, float (&sums)[k
             }
         }
     }
-    sync_warp();  // before the epilogue writes there
 }

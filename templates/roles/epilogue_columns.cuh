@@ -50,7 +50,7 @@ DEVICE void store_mid_scales(const Params& p, const Task& task, const Share& sha
             const u32 token = j * 8 + lane % 4 * 2 + i;
             const float weight = token_weight<N>(weights, j, i);
             if (lane >= 4 || token >= share.num_tokens) continue;
-            const u32 row = task.row_start + token;
+            const u32 row = task.row_start + share.first_token + token;
             p.mid_scale[u64(task.tile) * p.row_capacity + row] = mid_scale(p, amax[2 * j + i], weight);
         }
     }
@@ -87,7 +87,7 @@ DEVICE void store_mid_columns(const Params& p, Smem& smem, const Task& task, con
     // token pairs of two row blocks, alternating; its transpose has 8 channels of a token pair in each 16-byte row.
     static_assert(kShareBlocks<false> == 2, "a warpgroup has two row blocks");
     u8* buffer = smem.transpose[share.group * 4 + share.warp];
-    u8* mid = p.mid + u64(task.row_start) * kMidStride + task.tile * 128;
+    u8* mid = p.mid + u64(task.row_start + share.first_token) * kMidStride + task.tile * 128;
     constexpr u32 kGroup = min_of(N / 8, 4u);
 #pragma unroll
     for (u32 j = 0; j < N / 8; j += kGroup) {

@@ -21,7 +21,11 @@ DEVICE void role_feed(const Params& p, Smem& smem, const Head& head) {
         }
         const TensorMap* map = task.phase == kGemm1 ? &p.pool_map : &p.mid_map;
         const float* scales = (task.phase == kGemm1 ? p.pool_scale : p.mid_scale) + task.row_start;
-        const u32 num_tokens = has_token_rows(task) ? kBlockTokens : kWarpgroupTokens;  // one copy or two
+        const TensorMap* extra_map = task.phase == kGemm1 ? &p.pool_extra_map : &p.mid_extra_map;
+        // In one copy, two or three.
+        const u32 num_tokens = has_extra_tokens(task) ? kTileTokens
+                               : has_token_rows(task) ? kBlockTokens
+                                                      : kWarpgroupTokens;
         const float* weight_scales[3];
 #pragma unroll
         for (u32 i = 0; i < 3; ++i) weight_scales[i] = weight_scale(p, task, i);
@@ -35,6 +39,10 @@ DEVICE void role_feed(const Params& p, Smem& smem, const Head& head) {
             if (num_tokens > kWarpgroupTokens) {
                 load_tile_2d(tile + kWarpgroupTokens * kBlockK, map, full, k * kBlockK,
                              task.row_start + kWarpgroupTokens);
+            }
+            if (num_tokens > kBlockTokens) {
+                load_tile_2d(tile + kBlockTokens * kBlockK, extra_map, full, k * kBlockK,
+                             task.row_start + kBlockTokens);
             }
             load_bulk(smem.token_scales[ring.stage], scales + u64(k) * p.row_capacity, num_tokens * sizeof(float),
                       full);

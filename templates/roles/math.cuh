@@ -18,6 +18,14 @@ DEVICE Operands find_operands(const Smem& smem, const Task& task, const Share& s
             task.phase == kGemm2};
 }
 
+// Of the extra tokens: worked out where needed, for registers are scarce.
+DEVICE Operands find_extra_operands(const Operands& at) {
+    const u32 group = (warp_idx() - kMathWarpBegin) / 4;
+    return {at.weights + group * descriptor_step(kBlockRows / 2 * kBlockK),
+            at.tokens + (kBlockTokens - group * kWarpgroupTokens) * descriptor_step(kBlockK),
+            kBlockTokens + lane_idx() % 4 * 2, group * (kBlockRows / 2), at.gemm_2};
+}
+
 // A tile's weight rows have up to three scales in a k-block (gather: weight_scale_row). GEMM 1: gate, and up before and
 // from where its rows enter the next block of w13_scale. GEMM 2: rows 0..127 and 128..255.
 DEVICE bool takes_second_scale(bool gemm_2, u32 weight_row) {
@@ -86,104 +94,156 @@ DEVICE void wait_for_stage(const Params& p, Smem& smem, const Ring<kNumStages>& 
     wait_barrier(p, kWaitStageFull, &smem.full[ring.stage], ring.stage, ring.parity());
 }
 
-// kUnroll k-blocks, each kBlocks blocks of 64 weight rows. Two accumulators alternate: the tensor cores fill one
-// while the other is promoted. The last wait leaves nothing in flight, else ptxas serialises the loop around this
-// (C7514).
-template <u32 N, bool kTokenRows, u32 kUnroll, u32 kBlocks>
+// Starts the product of one k-block's 64 rows at `a` and the columns at `b`.
+template <u32 kNum>
+DEVICE void start_block(float (&partial)[kNum], u32 a, u32 b) {
+    hold_accumulators(partial);
+    wgmma_fence();
+    wgmma<false, 0, 0>(partial, a, b);
+    wgmma<true, descriptor_step(32), descriptor_step(32)>(partial, a, b);
+    wgmma<true, descriptor_step(64), descriptor_step(64)>(partial, a, b);
+    wgmma<true, descriptor_step(96), descriptor_step(96)>(partial, a, b);
+    wgmma_commit();
+}
+
+// A warpgroup's sums of a task: of its share, and of its share of the extra tokens where the task has some.
+template <u32 N, bool kTokenRows, bool kHasExtra>
+struct Sums {
+    static constexpr u32 kBlocks = kShareBlocks<kTokenRows>;
+    static constexpr u32 kExtraBlocks = kHasExtra ? kShareBlocks<false> : 0;
+    float own[kBlocks][N / 2] = {};
+    float extra[kShareBlocks<false>][kExtraColumns / 2] = {};
+};
+
+// kUnroll k-blocks, each of blocks of 64 weight rows. Two accumulators alternate: the tensor cores fill one while the
+// other is promoted; beside sums of extra tokens there are registers for one. The last wait leaves nothing in flight,
+// else ptxas serialises the loop around this (C7514).
+template <u32 kUnroll, u32 N, bool kTokenRows, bool kHasExtra>
 DEVICE void multiply(const Params& p, Smem& smem, Ring<kNumStages>& ring, const Operands& at,
-                     float (&sums)[kBlocks][N / 2]) {
-    constexpr u32 kSteps = kUnroll * kBlocks;
-    float partial[2][N / 2];
+                     Sums<N, kTokenRows, kHasExtra>& sums) {
+    constexpr u32 kBlocks = Sums<N, kTokenRows, kHasExtra>::kBlocks;
+    constexpr u32 kSteps = kBlocks + Sums<N, kTokenRows, kHasExtra>::kExtraBlocks, kAllSteps = kUnroll * kSteps;
+    constexpr u32 kAhead = kHasExtra ? 0 : 1;  // steps in flight while one is promoted
+    float partial[kAhead + 1][N / 2], extra_partial[kExtraColumns / 2];
     Promotion<N, kTokenRows> promotion;
     u32 weights = 0, tokens = 0;
-    u32 previous = 0;  // stage of the step before
+    u32 previous = 0;  // stage of the step that is promoted
 #pragma unroll
-    for (u32 step = 0; step <= kSteps; ++step) {
-        if (step < kSteps) {
-            const u32 m = step % kBlocks;
-            if (m == 0) {
-                weights = make_uniform(at.weights + ring.stage * descriptor_step(kWeightTileBytes));
-                tokens = make_uniform(at.tokens + ring.stage * descriptor_step(kTokenTileBytes));
-            }
-            if (step == 0) {
+    for (u32 i = 0; i < kAllSteps + kAhead; ++i) {
+        if (i < kAllSteps) {
+            const u32 m = i % kSteps;
+            if (i == 0) {
                 wait_for_stage(p, smem, ring);
             } else if (m == 0) {
                 wait_in_flight(p, &smem.full[ring.stage], ring.stage, ring.parity());
             }
             if (!kSplitTokens && m == 0) fence_async_shared();  // cp.async wrote the token rows in the generic proxy
-            const u32 block = weights + m * descriptor_step(64 * kBlockK);
-            const u32 a = kTokenRows ? tokens : block, b = kTokenRows ? block : tokens;
-            hold_accumulators(partial[step % 2]);
-            wgmma_fence();
-            wgmma<false, 0, 0>(partial[step % 2], a, b);
-            wgmma<true, descriptor_step(32), descriptor_step(32)>(partial[step % 2], a, b);
-            wgmma<true, descriptor_step(64), descriptor_step(64)>(partial[step % 2], a, b);
-            wgmma<true, descriptor_step(96), descriptor_step(96)>(partial[step % 2], a, b);
-            wgmma_commit();
+            if (m == 0 || m == kBlocks) {
+                const Operands from = m == 0 ? at : find_extra_operands(at);
+                weights = make_uniform(from.weights + ring.stage * descriptor_step(kWeightTileBytes));
+                tokens = make_uniform(from.tokens + ring.stage * descriptor_step(kTokenTileBytes));
+            }
+            const u32 block = weights + (m < kBlocks ? m : m - kBlocks) * descriptor_step(64 * kBlockK);
+            if (m >= kBlocks) {
+                start_block(extra_partial, block, tokens);
+            } else {
+                start_block(partial[i % (kAhead + 1)], kTokenRows ? tokens : block, kTokenRows ? block : tokens);
+            }
         }
-        if (step > 0) {
-            const u32 m = (step - 1) % kBlocks;
-            if (step < kSteps) {
-                wgmma_wait<1>();
+        if (kAhead == 0) previous = ring.stage;
+        if (i + 1 > kAhead) {
+            const u32 m = (i - kAhead) % kSteps;
+            if (i < kAllSteps) {
+                wgmma_wait<kAhead>();
             } else {
                 wgmma_wait<0>();
             }
-            hold_accumulators(partial[(step - 1) % 2]);
-            if (m == 0) promotion.begin_k_block(smem, previous, at);
-            promotion.add(sums[m], partial[(step - 1) % 2], m, at);
-            if (m == kBlocks - 1) {
+            if (m < kBlocks) {
+                float (&done)[N / 2] = partial[(i - kAhead) % (kAhead + 1)];
+                hold_accumulators(done);
+                if (m == 0) promotion.begin_k_block(smem, previous, at);
+                promotion.add(sums.own[m], done, m, at);
+            } else {
+                const Operands extra_at = find_extra_operands(at);
+                Promotion<kExtraColumns, false> extra_promotion;
+                extra_promotion.begin_k_block(smem, previous, extra_at);
+                hold_accumulators(extra_partial);
+                extra_promotion.add(sums.extra[m - kBlocks], extra_partial, m - kBlocks, extra_at);
+            }
+            if (m == kSteps - 1) {
                 sync_warp();
                 if (lane_idx() == 0)
                     arrive(&smem.empty[previous]);  // pairs with role_load and role_gather or role_feed
             }
         }
-        if (step < kSteps) previous = ring.stage;
-        if (step < kSteps && step % kBlocks == kBlocks - 1) ring.advance();
+        if (i < kAllSteps) previous = ring.stage;
+        if (i < kAllSteps && i % kSteps == kSteps - 1) ring.advance();
     }
 }
 
-template <u32 N, bool kTokenRows>
+template <u32 N, bool kTokenRows, u32 kBlocks>
+DEVICE void store(const Params& p, Smem& smem, const Task& task, const Share& share,
+                  const RouterWeights<N, kTokenRows>& weights, const u32* pairs, float (&sums)[kBlocks][N / 2]) {
+    if constexpr (kTokenRows) {
+        if (task.phase == kGemm1) {
+            store_mid_rows<N>(p, smem, task, share, weights, sums);
+        } else {
+            store_slices_rows<N>(p, smem, task, share, pairs + share.first_token, sums);
+        }
+    } else {
+        if (task.phase == kGemm1) {
+            store_mid_columns<N>(p, smem, task, share, weights, sums);
+        } else {
+            store_slices_columns<N>(p, smem, task, share, pairs + share.first_token, sums);
+        }
+    }
+}
+
+template <u32 N, bool kTokenRows, bool kHasExtra = false>
 DEVICE void run_tile(const Params& p, Smem& smem, const Head& head, Ring<kNumStages>& ring, const Task& task,
                      const Share& share, u32 slot) {
-    float sums[kShareBlocks<kTokenRows>][N / 2] = {};
+    Sums<N, kTokenRows, kHasExtra> sums;
     const Operands at = find_operands<kTokenRows>(smem, task, share);
     RouterWeights<N, kTokenRows> weights;
-    weights.load(p, task, share, smem.task_rows[slot] + share.first_token);
+    if constexpr (!kHasExtra) weights.load(p, task, share, smem.task_rows[slot] + share.first_token);
     if constexpr (kChannelScales) begin_channel_scales<kTokenRows>(p, smem, task, share);
     u32 k = task.k_end - task.k_begin;
     // Ahead of the loop, so that the event begins with a multiply.
     if constexpr (kTrace) wait_for_stage(p, smem, ring);
     trace_begin(p, kEventMma, task.phase);
+    constexpr u32 kUnroll = kHasExtra ? 1 : kUnrollK;  // no registers for more
 #pragma unroll 1
-    for (; k >= kUnrollK; k -= kUnrollK) multiply<N, kTokenRows, kUnrollK>(p, smem, ring, at, sums);
-    if constexpr (kUnrollK > 1) {
+    for (; k >= kUnroll; k -= kUnroll) multiply<kUnroll>(p, smem, ring, at, sums);
+    if constexpr (kUnroll > 1) {
 #pragma unroll 1
-        for (; k > 0; --k) multiply<N, kTokenRows, 1>(p, smem, ring, at, sums);
+        for (; k > 0; --k) multiply<1>(p, smem, ring, at, sums);
     }
     trace_end(p, kEventMma);
     trace_begin(p, kEventEpilogue);
     // Read again rather than kept in registers over the main loop.
     const Task same = read_task(smem, slot);
     const Share same_share = find_share(same);
-    const u32* pairs = smem.task_rows[slot] + same_share.first_token;
+    const u32* pairs = smem.task_rows[slot];
     if constexpr (kChannelScales) end_channel_scales();
-    if (!join_parts<N>(p, smem, head, same, slot, sums)) {
+    if (!join_parts<N>(p, smem, head, same, slot, sums.own)) {
         trace_end(p, kEventEpilogue);
         return;
     }
-    if constexpr (kChannelScales) apply_channel_scales<N, kTokenRows>(smem, same_share, sums);
-    if constexpr (kTokenRows) {
-        if (same.phase == kGemm1) {
-            store_mid_rows<N>(p, smem, same, same_share, weights, sums);
-        } else {
-            store_slices_rows<N>(p, smem, same, same_share, pairs, sums);
+    if constexpr (kChannelScales) {
+        apply_channel_scales<N, kTokenRows>(smem, same_share, sums.own);
+        if constexpr (kHasExtra) {
+            apply_channel_scales<kExtraColumns, false>(smem, find_extra_share(same), sums.extra);
         }
-    } else {
-        if (same.phase == kGemm1) {
-            store_mid_columns<N>(p, smem, same, same_share, weights, sums);
-        } else {
-            store_slices_columns<N>(p, smem, same, same_share, pairs, sums);
-        }
+        sync_warp();  // before the epilogue writes there
+    }
+    if constexpr (kHasExtra) weights.load(p, same, same_share, pairs + same_share.first_token);
+    store<N, kTokenRows>(p, smem, same, same_share, weights, pairs, sums.own);
+    if constexpr (kHasExtra) {
+        sync_warp();  // the buffers of the warp's own are used again
+        const Share extra_share = find_extra_share(same);
+        RouterWeights<kExtraColumns, false> extra_weights;
+        extra_weights.load(p, same, extra_share, pairs + kBlockTokens);
+        store<kExtraColumns, false>(p, smem, same, extra_share, extra_weights, pairs, sums.extra);
     }
     trace_end(p, kEventEpilogue);
 }
@@ -193,7 +253,12 @@ DEVICE void run_task(const Params& p, Smem& smem, const Head& head, Ring<kNumSta
                      u32 slot) {
     const Share share = find_share(task);
     if constexpr (kSplitTokens) {
-        if (has_token_rows(task)) return run_tile<64, true>(p, smem, head, ring, task, share, slot);
+        if (!has_extra_tokens(task) && has_token_rows(task)) {
+            return run_tile<64, true>(p, smem, head, ring, task, share, slot);
+        }
+    }
+    if constexpr (kTileTokens > kBlockTokens) {
+        if (has_extra_tokens(task)) return run_tile<64, true, true>(p, smem, head, ring, task, share, slot);
     }
     if (task.num_rows > 32) return run_tile<64, false>(p, smem, head, ring, task, share, slot);
     if (task.num_rows > 16) return run_tile<32, false>(p, smem, head, ring, task, share, slot);

@@ -62,6 +62,12 @@ DEVICE Quantized quantize_16(const uint4 (&raw)[2]) {
     return {make_uint4(codes[0], codes[1], codes[2], codes[3]), quant_scale(amax)};
 }
 
+// An expert's last tile takes a few rows more where a tile of its own would read all weights again for them.
+DEVICE u32 num_blocks_of(u32 num_rows) {
+    if (kTileTokens == kBlockTokens) return ceil_div(num_rows, kBlockTokens);
+    return num_rows > kTileTokens ? ceil_div(num_rows - (kTileTokens - kBlockTokens), kBlockTokens) : num_rows > 0;
+}
+
 // Turns rows per expert into starts of rows and of blocks. One warp; lane l sums a contiguous part of the experts.
 template <typename T>
 DEVICE void prefix_sums(Smem& smem, const T* num_rows) {
@@ -70,7 +76,7 @@ DEVICE void prefix_sums(Smem& smem, const T* num_rows) {
     u32 rows = 0, blocks = 0;
     for (u32 e = begin; e < end; ++e) {
         rows += ceil_div(num_rows[e], kRowAlign) * kRowAlign;
-        blocks += ceil_div(num_rows[e], kBlockTokens);
+        blocks += num_blocks_of(num_rows[e]);
     }
     u32 row = rows, block = blocks;
 #pragma unroll
@@ -87,7 +93,7 @@ DEVICE void prefix_sums(Smem& smem, const T* num_rows) {
         smem.row_end[e] = row + num_rows[e];
         smem.block_start[e] = block;
         row += ceil_div(num_rows[e], kRowAlign) * kRowAlign;
-        block += ceil_div(num_rows[e], kBlockTokens);
+        block += num_blocks_of(num_rows[e]);
     }
     if (lane_idx() == kWarpThreads - 1) {
         smem.row_start[kNumExperts] = row;

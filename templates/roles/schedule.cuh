@@ -59,7 +59,8 @@ DEVICE Task decode_task(const Smem& smem, u32 index) {
     index -= unit * tiles;
     const u32 block = unit + index % unit_blocks;
     const u32 row_start = smem.row_start[low] + block * kBlockTokens;
-    const u32 num_rows = min_of(kBlockTokens, smem.row_end[low] - row_start);
+    const u32 rest = smem.row_end[low] - row_start;
+    const u32 num_rows = rest > kTileTokens ? kBlockTokens : rest;
     return {phase,    low,           index / unit_blocks, row_start,
             num_rows, first + block, k * part / parts,    k * (part + 1) / parts};
 }

@@ -4,10 +4,13 @@
 // 8 or 16 tokens. The two warpgroups split a tile's 256 weight rows and share its tokens. All of decode, and tasks of
 // prefill with few tokens.
 // Tokens as rows: tokens are the 64-row operand and weights the columns: a thread scales its sums by two tokens, not
-// sixteen. Each warpgroup takes all 256 columns for 64 tokens of its own and knows nothing of the other.
+// sixteen. Each warpgroup takes all 256 columns for 64 tokens of its own and knows nothing of the other. Up to
+// kExtraColumns more go along as columns.
 
 constexpr u32 kWarpgroupTokens = 64;         // most tokens of one warpgroup
 constexpr u32 kRowBlocks = kBlockRows / 64;  // of a weight tile
+constexpr u32 kExtraColumns = 16;            // that hold a task's tokens beyond kBlockTokens
+static_assert(kTileTokens <= kBlockTokens + kExtraColumns, "a task has no more extra tokens than columns for them");
 
 // Blocks of 64 weight rows of a warpgroup.
 template <bool kTokenRows>
@@ -22,6 +25,7 @@ struct Share {
 };
 
 DEVICE bool has_token_rows(const Task& task) { return kSplitTokens && task.num_rows > kWarpgroupTokens; }
+DEVICE bool has_extra_tokens(const Task& task) { return kTileTokens > kBlockTokens && task.num_rows > kBlockTokens; }
 
 DEVICE Share find_share(const Task& task) {
     const u32 warp = warp_idx() - kMathWarpBegin;
@@ -31,6 +35,12 @@ DEVICE Share find_share(const Task& task) {
         return {group, warp % 4, 0, first, min_of(task.num_rows - first, kWarpgroupTokens)};
     }
     return {group, warp % 4, group * (kBlockRows / 2), 0, task.num_rows};
+}
+
+// Of the tokens beyond kBlockTokens.
+DEVICE Share find_extra_share(const Task& task) {
+    const u32 warp = warp_idx() - kMathWarpBegin;
+    return {warp / 4, warp % 4, warp / 4 * (kBlockRows / 2), kBlockTokens, task.num_rows - kBlockTokens};
 }
 
 // Router weights that this lane keeps over the main loop of GEMM 1, for the epilogue: beside the stream of weights a

@@ -23,6 +23,7 @@ from jitmoe.measure import Errors
 from jitmoe.peers.peer import Peer
 from jitmoe.plan.gpu import GPUS
 from jitmoe.plan.problem import MoeProblem
+from jitmoe.plan.variant import Activation
 from jitmoe.run import driver
 
 SMALL = MoeProblem(0, 256, 144, 4, 2)
@@ -243,7 +244,8 @@ def bench(cupy, monkeypatch):
         def y(i):
             call = calls[i]
             inputs = (call.codes, call.scale, call.topk_ids, call.topk_weights, *weights[0])
-            return encode_bf16(factor * reference.mega_moe(*inputs, requantize=True))
+            y = reference.mega_moe(*inputs, requantize=True, activation=call.activation)
+            return encode_bf16(factor * y)
 
         ys = [y(0) for _ in calls]
 
@@ -278,6 +280,38 @@ def test_session_without_peers(bench):
     assert all(not row["is_cold"] for row in rows), "such weights fit into the L2 cache"
     assert "weights in L2" in line(rows[0])
     assert [text for text in said if "ceilings of this run, hot: read 4,600 GB/s" in text]
+
+
+def test_session_of_another_activation(bench, monkeypatch):
+    """Calls and oracle have it, and peers, which have not, are left out."""
+    said, limit = [], 0.2
+    points = Points({"small": SMALL}, (3,), activation=Activation("swiglu_clamped", limit=limit))
+    monkeypatch.setattr(peers, "peers", lambda: pytest.fail("no peer is asked"))
+    (row,) = session.run(points, Protocol(), H200, with_peers=True, say=said.append)
+    assert (row["status"], row["activation"]) == ("ok", "swiglu_clamped")
+    assert "peers left out: they compute swiglu, these layers swiglu_clamped" in said
+    call = measure.random_call(replace(SMALL, num_tokens=3), 0, activation=points.activation)
+    codes = reference.random_layer(4, 256, 144, seed=1)
+    plain = measure.references(call._replace(activation="swiglu"), codes)
+    assert reference.relative_error(measure.references(call, codes).exact, plain.exact) > 0.1
+
+
+def test_a_call_launches_with_its_activation(cupy, monkeypatch):
+    seen = []
+    monkeypatch.setattr(measure, "mega_moe", lambda *given, **wants: seen.append(wants))
+    call = measure.random_call(replace(SMALL, num_tokens=3), 0, activation="geglu_erf")
+    call.launch(None, None, None)
+    assert seen[0]["activation"] == "geglu_erf"
+
+
+def test_kernels_built_ahead_have_the_activation(monkeypatch):
+    built = []
+    monkeypatch.setattr(session, "build_many", lambda plans: built.extend(plans) or built)
+    points = Points({"small": SMALL}, activation=Activation("geglu_tanh"))
+    session._build_in_background(points, H200)
+    while len(built) < 2:
+        times.time.sleep(0.01)
+    assert {plan.activation for plan in built} == {"geglu_tanh"}
 
 
 def test_session_with_peers(bench, monkeypatch):

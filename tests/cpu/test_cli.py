@@ -135,6 +135,20 @@ def test_layer_by_config(tmp_path):
         assert "my_moe, one rank of 2: 32 tokens, hidden 512, intermediate 320, 8 experts" in text
 
 
+def test_a_model_brings_its_activation(tmp_path):
+    report = json.loads(invoke("plan", "--model", "deepseek-v4-flash", "--json").stdout)
+    assert report["plan"]["activation"] == "swiglu_clamped"
+    options = ["--model", "deepseek-v4-flash", "--activation", "swiglu", "--json"]
+    assert json.loads(invoke("plan", *options).stdout)["plan"]["activation"] == "swiglu"
+    config = {"hidden_size": 512, "moe_intermediate_size": 320, "hidden_act": "gelu"}
+    config |= {"num_experts": 16, "num_experts_per_tok": 4}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    assert "GeGLU by erf" in invoke("show", "--config", path, "--plain").stdout
+    path.write_text(json.dumps(config | {"hidden_act": "relu2"}))
+    assert "hidden_act must be one of silu" in refusal("plan", "--config", path)
+
+
 @pytest.mark.parametrize("command", ["plan", "show", "warmup"])
 @pytest.mark.parametrize(
     "args, parts",

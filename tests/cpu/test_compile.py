@@ -6,6 +6,7 @@ from jitmoe.jit.build import build_many
 from jitmoe.plan.gpu import gpu_spec
 from jitmoe.plan.heuristics import plans_of_model
 from jitmoe.plan.models import MODELS, ModelShape
+from jitmoe.plan.variant import Variant
 
 # Ranks that usually share a model's experts.
 USUAL_EP = {
@@ -13,10 +14,13 @@ USUAL_EP = {
     "deepseek-v4-flash": 8,
     "deepseek-v4-pro": 8,
     "glm-4.5": 8,
+    "glm-4.5-air": 8,
     "kimi-k2": 16,
+    "minimax-m2": 8,
     "mixtral-8x7b": 2,
     "qwen3-30b-a3b": 4,
     "qwen3-235b-a22b": 8,
+    "qwen3-next-80b-a3b": 4,
 }
 # Intermediate sizes that end inside a scale block, and the corners of what is allowed.
 ODD_SHAPES = [
@@ -34,7 +38,8 @@ def shipped_plans():
     gpu, plans = gpu_spec("h200"), {}
     for name, model in MODELS.items():
         for ep in (1, USUAL_EP[name]):
-            for plan in plans_of_model(model.problem(1, ep), gpu).values():
+            fields = Variant(model.activation).plan_fields
+            for plan in plans_of_model(model.problem(1, ep), gpu, **fields).values():
                 plans.setdefault(plan, f"{name} ep {ep} {plan.bucket}")
         for plan in plans_of_model(model.problem(1, ep), gpu, channel_scales=True).values():
             plans.setdefault(plan, f"{name} ep {ep} {plan.bucket}, channel scales")

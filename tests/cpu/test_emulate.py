@@ -26,7 +26,7 @@ def make_plan(bucket, hidden, intermediate, num_experts, top_k, **fields) -> Meg
     num_tokens = {"decode": 1, "prefill": MAX_TOKENS}[bucket]
     plan = choose(MoeProblem(num_tokens, hidden, intermediate, num_experts, top_k), GPUS["h200"])
     assert plan.bucket == bucket
-    plan = dataclasses.replace(plan, **{"num_stages": 4} | fields)
+    plan = dataclasses.replace(plan, **{"num_stages": 4 if bucket == "decode" else 3} | fields)
     plan.check(GPUS["h200"])
     return plan
 
@@ -61,6 +61,9 @@ CASES = {
     "decode, unrolled": make_plan("decode", 640, 320, 16, 3, unroll_k=2),
     "prefill": make_plan("prefill", 512, 192, 8, 2),
     "prefill, wide": make_plan("prefill", 640, 384, 4, 2),
+    # 200 tokens: 133 rows each, so some tiles take tokens beyond 128 along.
+    "prefill, extra tokens": make_plan("prefill", 640, 208, 3, 2),
+    "prefill, no extra tokens": make_plan("prefill", 384, 208, 3, 2, extra_tokens=0),
 }
 
 

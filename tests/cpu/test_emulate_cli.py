@@ -8,11 +8,12 @@ import shutil
 import pytest
 from typer.testing import CliRunner
 
-from jitmoe import reference
+from jitmoe import demo, reference
 from jitmoe.cli import app
 from jitmoe.emulate import compile as host
 from jitmoe.emulate import session
 from jitmoe.jit import render
+from jitmoe.plan.variant import Activation, Variant
 
 try:
     host.compiler()
@@ -91,6 +92,26 @@ def test_layer_by_config(tmp_path):
     config |= {"num_experts": 4, "num_experts_per_tok": 2}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert invoke("--config", tmp_path).stdout.startswith("my_moe: 40 tokens, hidden 256")
+
+
+def test_activation_of_a_config(tmp_path, monkeypatch):
+    """Run with its number, and replayed with it."""
+    config = {"hidden_size": 256, "moe_intermediate_size": 144, "swiglu_limit": 0.5}
+    config |= {"num_experts": 4, "num_experts_per_tok": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    title, line = invoke("--config", tmp_path).stdout.splitlines()
+    assert "swiglu_clamped, decode kernel" in title and "PASS" in line
+    monkeypatch.setattr(session, "ERROR_BOUND", 0.0)
+    report = json.loads(invoke("--config", tmp_path, "--json", code=1).stdout)
+    assert "--activation" not in report["replay"] and str(tmp_path) in report["replay"]
+    report = json.loads(invoke(*SMALL, "--activation", "swiglu", "--json", code=1).stdout)
+    assert "--activation swiglu" in report["replay"]
+
+
+def test_demo_of_an_activation():
+    variant = Variant(Activation("swiglu_clamped", limit=0.5))
+    for bucket, num_tokens in demo.EMULATED_TOKENS.items():
+        assert demo.emulated_error(bucket, num_tokens, variant) < demo.EMULATED_BOUND
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from jitmoe.emulate.mega_moe import EmulatedLayer
 from jitmoe.plan.gpu import GPUS
 from jitmoe.plan.heuristics import plans_of_model
 from jitmoe.plan.models import MODELS, model_shape
+from jitmoe.plan.variant import Variant
 
 try:
     compiler()
@@ -27,7 +28,8 @@ def small_plan(model: str, bucket: str):
     with a remainder behind the unrolled loop and in the last tile.
     """
     shape = model_shape(model)
-    plan = plans_of_model(shape.problem(1, 1), GPUS["h200"])[bucket]
+    fields = Variant(shape.activation).plan_fields
+    plan = plans_of_model(shape.problem(1, 1), GPUS["h200"], **fields)[bucket]
     intermediate = 256 if shape.intermediate % 256 == 0 else 128 + shape.intermediate % 128
     sizes = {"hidden": 640, "intermediate": intermediate, "num_experts": max(10, shape.top_k)}
     return dataclasses.replace(plan, **sizes)
@@ -53,7 +55,7 @@ def layers():
 def test_every_routing(layers, model, bucket):
     plan = small_plan(model, bucket)
     for number, routing in enumerate(reference.ROUTINGS):
-        check(layers(plan, False), routing, seed=NAMES.index(model) + len(NAMES) * number)
+        check(model, layers(plan, False), routing, seed=NAMES.index(model) + len(NAMES) * number)
 
 
 @pytest.mark.parametrize("bucket", NUM_TOKENS)
@@ -61,19 +63,18 @@ def test_every_routing(layers, model, bucket):
 def test_no_race(layers, model, bucket):
     number = NAMES.index(model)
     routing = reference.ROUTINGS[number % len(reference.ROUTINGS)]
-    check(layers(small_plan(model, bucket), True), routing, seed=number)
+    check(model, layers(small_plan(model, bucket), True), routing, seed=number)
 
 
-def check(emulated: EmulatedLayer, routing: str, seed: int) -> None:
-    plan = emulated.plan
+def check(model: str, emulated: EmulatedLayer, routing: str, seed: int) -> None:
+    plan, variant = emulated.plan, Variant(model_shape(model).activation)
     tokens = reference.random_tokens(
         NUM_TOKENS[plan.bucket], plan.hidden, plan.num_experts, plan.top_k, seed, routing
     )
     codes, scale = fp8.quantize_tokens(tokens.x)
     x = (codes, scale) if seed % 2 else fp8.encode_bf16(tokens.x)
-    y = emulated(x, tokens.topk_ids, tokens.topk_weights, seed=seed)
-    ref = reference.mega_moe(
-        codes, scale, tokens.topk_ids, tokens.topk_weights, *emulated.layer, requantize=True
-    )
+    y = emulated(x, tokens.topk_ids, tokens.topk_weights, variant, seed=seed)
+    call = codes, scale, tokens.topk_ids, tokens.topk_weights, *emulated.layer
+    ref = reference.mega_moe(*call, requantize=True, **variant.formula)
     assert reference.relative_error(y, ref) < 4e-3
     assert reference.worst_element(y, ref) < 0.06

@@ -51,6 +51,7 @@ def random_plan(rng: random.Random, bucket: str) -> MegaMoePlan:
             unroll_k=rng.choice([1, 2, 3, 4]),
             channel_scales=rng.choice([False, False, True]),
             num_local_pairs=rng.choice([1, 20, 150, 2048]) if bucket == "decode" else 0,
+            extra_tokens=rng.choice([0, 8, 16]) if bucket == "prefill" else 0,
         )
         try:
             other.check(GPUS["h200"])

@@ -50,9 +50,9 @@ def wrap(layer, **options):
     return ExpertWeights(layer.w13, layer.w2, layer.w13_scale, layer.w2_scale, **options)
 
 
-def call_arrays(num_tokens, hidden=HIDDEN, scales=None):
+def call_arrays(num_tokens, hidden=HIDDEN, scales=None, routing="unused"):
     """x as bf16 or as codes and their scales, ids and router weights."""
-    tokens = reference.random_tokens(num_tokens, hidden, EXPERTS, TOP_K, 2, routing="unused")
+    tokens = reference.random_tokens(num_tokens, hidden, EXPERTS, TOP_K, 2, routing)
     x = fp8.encode_bf16(tokens.x)
     if scales is not None:
         x = fp8.quantize_tokens(tokens.x, scales=scales)
@@ -104,6 +104,19 @@ def test_races(bucket, num_tokens):
     given = call_arrays(num_tokens)
     y = emulated(*given, seed=num_tokens)
     assert reference.relative_error(y, oracle(given, layer)) < 4e-3
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_extra_tokens(checked):
+    """A tile that takes a few more tokens along, as columns beside rows."""
+    layer, plan = random_layer(intermediate=144), plan_of("prefill", HIDDEN, 144)
+    num_tokens = plan.tile_tokens - 3
+    assert num_tokens > plan.block_tokens
+    emulated = EmulatedLayer(plan, layer, num_tokens, num_blocks=2, checked=checked)
+    given = call_arrays(num_tokens, routing="one_expert")
+    y = emulated(*given)
+    assert reference.relative_error(y, oracle(given, layer)) < 4e-3
+    assert reference.worst_element(y, oracle(given, layer)) < 0.06
 
 
 def plan_of(bucket, hidden, intermediate):

@@ -1,6 +1,8 @@
 """jitmoe.integrations.torch on a CPU: the operators, emulated, and what they refuse."""
 
+import math
 import warnings
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +16,7 @@ torch = pytest.importorskip("torch", reason="needs PyTorch: pip install 'jitmoe[
 import torch_layer  # noqa: E402
 from torch_layer import HIDDEN, WEIGHTS, error, quantized, tokens  # noqa: E402
 
+from jitmoe import Activation  # noqa: E402
 from jitmoe.integrations import torch as integration  # noqa: E402
 from jitmoe.integrations.torch import mega_moe  # noqa: E402
 
@@ -118,6 +121,51 @@ def test_e8m0_scales_are_converted_once():
     with torch.inference_mode():
         fresh = scales[0].clone()
         assert torch.equal(integration._f32(fresh), first)
+
+
+# Other layers
+
+VARIANTS = [
+    {"activation": "geglu_erf"},
+    {"activation": "swiglu_oai", "apply_router_weight_on_input": True},
+    {"activation": Activation("swiglu_clamped", 1.5, 0.5, 0.25), "first_expert": 3},
+    {"activation": Activation("swiglu_clamped", limit=math.inf), "gate_up": "up_first"},
+    {"routed_scaling_factor": 2.5, "first_expert": 1},
+]
+
+
+@pytest.mark.parametrize("has_out", [False, True], ids=["new", "out"])
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_variants(variant, has_out):
+    x, ids, router = tokens(9)
+    given = x, ids + variant.get("first_expert", 0), router
+    kwargs = {"out": torch.empty_like(x)} if has_out else {}
+    y = emulate(*given, *WEIGHTS, **variant, **kwargs)
+    assert error(y, given, **variant) < 4e-3
+    assert not torch.equal(y, emulate(*given, *WEIGHTS))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_compiled_variants(variant, backend):
+    def layer(x, ids, router):
+        return emulate(x, ids, router, *WEIGHTS, **variant) + 1
+
+    given = tokens(5)
+    compiled = torch.compile(layer, fullgraph=True, backend=backend)
+    assert torch.equal(compiled(*given), layer(*given))
+
+
+def test_misfit_variants():
+    given = (*tokens(3), *WEIGHTS)
+    for variant, message in [
+        ({"activation": "silu"}, "activation must be one of swiglu, .*, got 'silu'"),
+        ({"activation": 3}, "activation must be one of swiglu, .*, got 3"),
+        ({"gate_up": "up"}, "gate_up must be one of gate_first, up_first, got 'up'"),
+        ({"first_expert": -1}, "first_expert must be an integer from 0 to "),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            emulate(*given, **variant)
 
 
 # What PyTorch asks of operators
@@ -283,17 +331,19 @@ def test_memory_of_a_wrong_type_is_refused():
 def test_weights_are_known_by_their_places(monkeypatch):
     """Made once for a place, held by no tensor, and at most so many."""
     made = []
-    monkeypatch.setattr(integration, "ExpertWeights", lambda *memory: made.append(memory) or memory)
+    monkeypatch.setattr(integration, "ExpertWeights", lambda *m, gate_up: made.append(m) or m)
     integration._known_weights.cache_clear()
+    known = partial(integration._known_weights, "gate_first")
     try:
         tensors = [w.clone() for w in WEIGHTS]
         monkeypatch.setattr(torch.Tensor, "device", torch.device("cuda:0"))
         places = [integration._place(tensor) for tensor in tensors]
-        first = integration._known_weights(*places)
+        first = known(*places)
         again = [w.view(torch.uint8).view(w.dtype) for w in tensors]  # other tensors, there
-        assert integration._known_weights(*map(integration._place, again)) is first
-        other = integration._known_weights(*places[:3], integration._place(tensors[3].clone()))
+        assert known(*map(integration._place, again)) is first
+        other = known(*places[:3], integration._place(tensors[3].clone()))
         assert other is not first and len(made) == 2
+        assert integration._known_weights("up_first", *places) is not first and len(made) == 3
         assert not any(isinstance(part, torch.Tensor) for part in first)
         assert integration._known_weights.cache_info().maxsize == integration.MAX_LAYERS
     finally:

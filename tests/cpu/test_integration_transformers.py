@@ -17,7 +17,9 @@ from qwen3_moe import NAMES, bf16_model, fp8_model  # noqa: E402
 from torch_layer import EXPERTS, LAYER, TOP_K, WEIGHTS, error, tokens  # noqa: E402
 from transformers.integrations import finegrained_fp8, moe  # noqa: E402
 
+from jitmoe import Activation  # noqa: E402
 from jitmoe.integrations import transformers as integration  # noqa: E402
+from jitmoe.reference_activations import activate  # noqa: E402
 
 try:
     compiler()
@@ -78,6 +80,41 @@ def test_scales_in_powers_of_two():
     scales = [getattr(experts, name).float().numpy() for name in NAMES[2:]]
     layer = LAYER._replace(w13_scale=scales[0], w2_scale=scales[1])
     assert error(experts(*given), given, layer) < 4e-3
+
+
+# Gates by the fields of a configuration, with limits that the values pass, and the activations that
+# they mean.
+GATES = [
+    ({"swiglu_limit": 0.5}, Activation("swiglu_clamped", 1.0, 0.5, 0.0)),
+    ({"swiglu_limit": 1, "swiglu_alpha": 1.7}, Activation("swiglu_oai", 1.7, 1.0, 1.0)),
+    ({"hidden_act": "gelu"}, "geglu_erf"),
+    ({"hidden_act": "gelu_pytorch_tanh"}, "geglu_tanh"),
+    ({"hidden_act": "gelu_new"}, "geglu_tanh"),
+    ({"hidden_act": "swish"}, "swiglu"),
+]
+
+
+@pytest.mark.parametrize(("fields", "activation"), GATES, ids=str)
+@torch.no_grad()
+def test_gates(fields, activation):
+    """Of the oracle's formula, which is that of the module's own `_apply_gate`."""
+    experts, given = fp8_experts(**fields), tokens(9)
+    y = experts(*given)
+    assert error(y, given, activation=activation) < 4e-3
+    if activation != "swiglu":
+        assert error(y, given) > 0.05, "the fields matter"
+    gate, up = 4 * torch.randn(2, 1000, generator=torch.Generator().manual_seed(1)).double()
+    mid = activate(gate.numpy(), up.numpy(), activation)
+    own = experts._apply_gate(torch.cat([gate, up])[None])[0]
+    assert torch.allclose(own, torch.from_numpy(mid), atol=1e-9)
+
+
+@pytest.mark.parametrize(("fields", "activation"), GATES, ids=str)
+@torch.no_grad()
+def test_compiled_gates(fields, activation):
+    experts, given = fp8_experts(**fields), tokens(5)
+    compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*given), experts(*given))
 
 
 @torch.no_grad()
@@ -182,11 +219,11 @@ def test_grad_is_refused():
         ("has_post_expert_norm", True, "has_post_expert_norm False"),
         ("block_size", (1, 128), r"block_size \(128, 128\) or None, got \(1, 128\)"),
         ("activation_scheme", "static", 'activation_scheme dynamic, got static; choose "eager"'),
-        ("swiglu_limit", 7.0, 'swiglu_limit None, got 7.0; choose "grouped_mm"'),
-        ("swiglu_alpha", 1.702, "swiglu_alpha None"),
-        ("limit", 10.0, "limit None"),
+        ("swiglu_limit", 7.0, 'limit 7.0 as swiglu_limit, got None; choose "grouped_mm"'),
+        ("swiglu_alpha", 1.702, "needs a swiglu_limit beside swiglu_alpha, got None"),
+        ("limit", 10.0, "limit None as swiglu_limit, got 10.0"),
         ("gate_softcap", 5.0, "gate_softcap None"),
-        ("act_fn", torch.nn.GELU(), "activation silu, got GELU"),
+        ("act_fn", torch.nn.ReLU(), "activation silu or gelu, got ReLU"),
     ],
 )
 @torch.no_grad()
@@ -200,13 +237,28 @@ def test_other_experts_are_refused(field, value, words):
 
 
 @torch.no_grad()
+def test_gelu_with_a_limit_is_refused():
+    experts = fp8_experts(hidden_act="gelu", swiglu_limit=7.0)
+    assert "needs activation silu, got GELUActivation" in refused(lambda: experts(*tokens(3)))
+
+
+@torch.no_grad()
+def test_a_gate_that_ignores_numbers_is_refused():
+    experts = fp8_experts(swiglu_limit=7.0)
+    experts._apply_gate = moe._default_apply_gate
+    assert "_apply_gate act(gate) * up, cut off at the limit, got _default_apply_gate" in refused(
+        lambda: experts(*tokens(3))
+    )
+
+
+@torch.no_grad()
 def test_a_gate_of_ones_own_is_refused(monkeypatch):
     def _apply_gate(self, gate_up):
         return torch.sigmoid(gate_up.chunk(2, dim=-1)[0])
 
     experts = fp8_experts()
     experts._apply_gate = MethodType(_apply_gate, experts)
-    assert "needs _apply_gate silu(gate) * up, got" in refused(lambda: experts(*tokens(3)))
+    assert "needs _apply_gate act(gate) * up, got" in refused(lambda: experts(*tokens(3)))
     experts._apply_gate = lambda gate_up: gate_up
     assert "<lambda>" in refused(lambda: experts(*tokens(3)))
     del experts._apply_gate
@@ -227,22 +279,32 @@ def test_other_formats_are_refused():
     )
 
 
-def test_plain_gates():
+def test_forms_of_gates():
     """A gate is judged by what it computes, and by what it reads."""
-    assert finegrained_fp8.FP8Experts._apply_gate in integration._PLAIN_GATES
+    assert (finegrained_fp8.FP8Experts._apply_gate, set(integration._WORDS)) in integration._GATES
 
     def swapped(self, gate_up):
         up, gate = gate_up.chunk(2, dim=-1)
         return self.act_fn(gate) * up
 
     def clamped(self, gate_up):
-        return moe._default_apply_gate(self, gate_up.clamp(max=10))
+        return moe._default_apply_gate(self, gate_up.clamp(max=2))
+
+    def clamped_after(self, gate_up):
+        gate, up = gate_up.chunk(2, dim=-1)
+        act = self.act_fn(gate)
+        return act * up if self.limit is None else act.clamp(max=self.limit) * up
+
+    def always_silu(self, gate_up):
+        gate, up = gate_up.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * up
 
     def unknown(self, gate_up):
         return moe._default_apply_gate(self, gate_up) if self.new_field is None else None
 
-    assert integration._is_plain(moe._default_apply_gate)
-    assert not any(map(integration._is_plain, (swapped, clamped, unknown)))
+    assert integration._forms(moe._default_apply_gate) == {"plain"}
+    assert integration._forms(clamped_after) == {"plain"}
+    assert not any(map(integration._forms, (swapped, clamped, always_silu, unknown)))
 
 
 def test_names_without_a_model():

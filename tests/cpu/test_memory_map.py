@@ -6,7 +6,7 @@ from itertools import pairwise, product
 import pytest
 
 from jitmoe.plan.gpu import GPUS
-from jitmoe.plan.heuristics import MAX_STAGES, choose
+from jitmoe.plan.heuristics import SIZES, choose
 from jitmoe.plan.memory_map import CTYPE_BYTES, LayoutError, MemoryMap, Region, align, ceil_div
 from jitmoe.plan.problem import MAX_EXPERTS, MAX_TOKENS, MoeProblem
 
@@ -101,9 +101,9 @@ def test_memories_of_plans(plan):
 def test_shared_memory_is_used_up_by_stages(plan):
     limit = GPUS["h200"].smem_bytes
     assert plan.smem.num_bytes <= limit
-    stage_bytes = plan.block_k * (plan.block_rows + plan.block_tokens)
+    stage_bytes = plan.block_k * (plan.block_rows + plan.tile_tokens)
     assert stage_bytes * plan.num_stages <= plan.smem.num_bytes
-    if plan.num_stages < MAX_STAGES[plan.bucket]:
+    if plan.num_stages < SIZES[plan.bucket][0][0]:
         assert replace(plan, num_stages=plan.num_stages + 1).smem.num_bytes > limit
 
 

@@ -10,16 +10,20 @@ from jitmoe.plan.gpu import GPUS
 from jitmoe.plan.heuristics import choose
 from jitmoe.plan.models import MODELS, ModelShape, from_config, model_shape
 from jitmoe.plan.problem import MoeProblem
+from jitmoe.plan.variant import Activation, Variant
 
 SHAPES = {
     "deepseek-v3": (7168, 2048, 256, 8),
     "deepseek-v4-flash": (4096, 2048, 256, 6),
     "deepseek-v4-pro": (7168, 3072, 384, 6),
     "glm-4.5": (5120, 1536, 160, 8),
+    "glm-4.5-air": (4096, 1408, 128, 8),
     "kimi-k2": (7168, 2048, 384, 8),
+    "minimax-m2": (3072, 1536, 256, 8),
     "mixtral-8x7b": (4096, 14336, 8, 2),
     "qwen3-30b-a3b": (2048, 768, 128, 8),
     "qwen3-235b-a22b": (4096, 1536, 128, 8),
+    "qwen3-next-80b-a3b": (2048, 512, 512, 10),
 }
 
 
@@ -31,6 +35,10 @@ def test_presets():
     assert {name: shape_of(model) for name, model in MODELS.items()} == SHAPES
     assert all(model.name == name and model.source for name, model in MODELS.items())
     assert models.MODELS is MODELS
+    clamped = {"deepseek-v4-flash", "deepseek-v4-pro"}
+    for name, model in MODELS.items():
+        assert model.activation == Activation("swiglu_clamped" if name in clamped else "swiglu")
+    assert MODELS["deepseek-v4-pro"].activation.limit == 10
     with pytest.raises(AttributeError, match="MODELZ"):
         models.MODELZ  # noqa: B018
 
@@ -42,7 +50,9 @@ def test_presets_plan_on_every_hopper(name):
     ranks = [ep for ep in (1, 2, 4, 8, 16, 32, 64) if model.num_experts % ep == 0]
     assert ranks[:4] == [1, 2, 4, 8]
     for gpu, ep, num_tokens in product(gpus, ranks, (0, 1, 32, 512, 8192)):
-        choose(model.problem(num_tokens, ep), gpu).check(gpu)
+        choose(model.problem(num_tokens, ep), gpu, **Variant(model.activation).plan_fields).check(
+            gpu
+        )
 
 
 def test_names():
@@ -55,6 +65,8 @@ def test_names():
     assert "got 'qwen3-30b'; did you mean qwen3-30b-a3b" in message
     with pytest.raises(ValueError, match="got 'gpt'; give the path of a config.json"):
         model_shape("gpt")
+    with pytest.raises(ValueError, match="gpt-oss-20b has hidden 2,880 and biases of its experts"):
+        model_shape("openai/gpt-oss-20b")
 
 
 def test_problem_of_one_rank():
@@ -173,6 +185,43 @@ def test_from_config(family, tmp_path):
 
 
 GOOD = CONFIGS["qwen3"][0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "activation"),
+    [
+        ({}, "swiglu"),
+        ({"hidden_act": "silu", "routed_scaling_factor": 2.5}, "swiglu"),
+        ({"hidden_act": "silu", "swiglu_limit": None, "swiglu_limits": [0.0, None]}, "swiglu"),
+        ({"hidden_act": "silu", "swiglu_limit": 10}, Activation("swiglu_clamped", limit=10.0)),
+        ({"swiglu_limit": 5.0, "swiglu_alpha": 1.5}, Activation("swiglu_oai", 1.5, 5.0, 1.0)),
+        ({"model_type": "gpt_oss", "swiglu_limit": 6.0}, Activation("swiglu_oai", limit=6.0)),
+        ({"hidden_act": "swigluoai"}, "swiglu_oai"),
+        ({"hidden_act": "gelu"}, "geglu_erf"),
+        ({"hidden_act": "silu", "hidden_activation": "gelu_pytorch_tanh"}, "geglu_tanh"),
+    ],
+    ids=str,
+)
+def test_activation_of_a_config(changes, activation, tmp_path):
+    assert from_config(write(tmp_path, GOOD | changes)).activation == Activation.of(activation)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_act": "relu2"}, "hidden_act must be one of silu, .*, got 'relu2'; there is no"),
+        ({"mlp_hidden_act": "relu2", "hidden_act": "silu"}, "mlp_hidden_act must be one of silu"),
+        ({"mlp_gate_softcap": 5.0}, "mlp_gate_softcap is a soft cap on the gate, which .* got 5.0"),
+        ({"swiglu_limits": [0, 16.0]}, "swiglu_limits is limits after the activation, layer by"),
+        ({"hidden_act": "gelu", "swiglu_limit": 7.0}, "limit must be None for geglu_erf, which"),
+        ({"swiglu_limit": "7"}, "config.json: limit must be a number, got str"),
+        ({"swiglu_limit": -7.0}, "config.json: limit must be positive, got -7"),
+    ],
+)
+def test_activations_of_a_config_that_are_refused(changes, message, tmp_path):
+    with pytest.raises(ValueError, match=message) as error:
+        from_config(write(tmp_path, GOOD | changes))
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

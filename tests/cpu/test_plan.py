@@ -9,7 +9,7 @@ import pytest
 from jitmoe.plan.gpu import GPUS, gpu_spec, match_device
 from jitmoe.plan.heuristics import (
     DECODE_TOKENS_PER_EXPERT,
-    MAX_STAGES,
+    SIZES,
     bucket,
     choose,
     decode_limit,
@@ -199,8 +199,8 @@ def test_choose_on_the_grid():
 def test_one_more_stage_would_not_fit():
     for problem in GRID:
         plan = choose(problem, H200)
-        assert 3 <= plan.num_stages <= MAX_STAGES[plan.bucket]
-        if plan.num_stages < MAX_STAGES[plan.bucket]:
+        assert 3 <= plan.num_stages <= SIZES[plan.bucket][0][0]
+        if plan.num_stages < SIZES[plan.bucket][0][0]:
             more = replace(plan, num_stages=plan.num_stages + 1, num_local_pairs=512)
             assert more.smem.num_bytes > H200.smem_bytes
 
@@ -341,6 +341,7 @@ ROOMY = replace(H200, smem_bytes=1 << 20)
         ({"unroll_k": 0}, H200, "unroll_k must be from 1 to 8, got 0"),
         ({"unroll_k": -4}, H200, "unroll_k must be from 1 to 8, got -4"),
         ({"unroll_k": 9}, H200, "unroll_k must be from 1 to 8, got 9"),
+        ({"extra_tokens": 8}, H200, "extra_tokens must be 0, in prefill 8 or 16 .*, got 8"),
         ({"hidden": 7000}, H200, "hidden must be a multiple of 128 .*, got 7,000; pad"),
         ({"hidden": 16_512}, H200, "hidden must be a multiple .*, got 16,512; shard the layer"),
         ({"intermediate": 32_784}, H200, "intermediate must .*, got 32,784; shard the layer"),
@@ -371,6 +372,17 @@ def test_check_refuses(changes, gpu, message):
 )
 def test_check_accepts_its_limits(changes):
     replace(choose(S1, H200), **changes).check(ROOMY)
+
+
+def test_extra_tokens_are_columns_of_one_multiply():
+    prefill = choose(with_tokens(S1, 8192), H200)
+    for num in (0, 8, 16):
+        plan = replace(prefill, extra_tokens=num)
+        plan.check(H200)
+        assert plan.tile_tokens == 128 + num
+    for num in (-8, 4, 12, 24):
+        with pytest.raises(PlanError, match=f"extra_tokens must be .*, got {num}"):
+            replace(prefill, extra_tokens=num).check(ROOMY)
 
 
 @pytest.mark.parametrize(

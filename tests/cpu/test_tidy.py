@@ -39,7 +39,7 @@ PACKAGES = {
     "tracing": {"numpy", "matplotlib"},
     "peers": {"torch", "triton", "transformers", "deep_gemm"},
     "bench": {"numpy", "cupy", "torch"},
-    "integrations": {"ml_dtypes", "torch", "transformers"},
+    "integrations": {"ml_dtypes", "sglang", "torch", "transformers", "vllm"},
 }
 TOP_PACKAGES = {"numpy", "ml_dtypes", "rich", "typer", "cupy", "torch", "cuda"}
 LATE = {"cupy", "cuda", "torch", "transformers", "deep_gemm", "matplotlib"}
@@ -48,14 +48,15 @@ LATE_FOLDER = "integrations"  # its modules are imported on demand, and may impo
 ORDER = {
     "plan": [
         "problem",
+        "variant",
         "models",
         "gpu",
         "memory_map",
         "spread",
         "plan",
-        "variant",
         "scales",
         "mega_moe_params",
+        "mega_moe_scratch",
         "mega_moe",
         "heuristics",
     ],
@@ -83,7 +84,7 @@ ORDER = {
         "records",
     ],
     "tracing": ["events", "summary", "perfetto", "plot", "trace"],
-    "integrations": ["torch", "transformers"],
+    "integrations": ["torch", "transformers", "vllm", "sglang"],
 }
 MODULE_LINES, ROOM_LINES, ROLE_LINES = 300, 80, 350
 LONGER_MODULES: dict[str, int] = {}

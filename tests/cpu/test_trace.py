@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from tiles import num_blocks
 from typer.testing import CliRunner
 
 import jitmoe
@@ -99,7 +100,7 @@ def test_every_stamping_warp_has_a_head(traced):
 
 def test_tasks_cover_each_tile_once(traced):
     plan, counts = traced.plan, np.bincount(traced.tokens.topk_ids.ravel(), minlength=8)
-    blocks = [e for e, n in enumerate(counts) for _ in range(-(-n // plan.block_tokens))]
+    blocks = [e for e, n in enumerate(counts) for _ in range(num_blocks(plan, n))]
     wanted = {
         (phase, expert, tile, block)
         for block, expert in enumerate(blocks)

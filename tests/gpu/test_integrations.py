@@ -45,6 +45,19 @@ def test_results(weights, num_tokens):
     check(mega_moe(codes, ids.long(), router, *weights, x_scale=scale), (x, ids, router))
 
 
+@pytest.mark.parametrize("num_tokens", [9, 700])
+def test_variants(weights, num_tokens):
+    x, ids, router = cuda(tokens(num_tokens))
+    for variant in (
+        {"activation": "swiglu_oai", "gate_up": "up_first"},
+        {"activation": "geglu_erf", "apply_router_weight_on_input": True},
+        {"routed_scaling_factor": 2.5, "first_expert": 3},
+    ):
+        given = x, ids + variant.get("first_expert", 0), router
+        y = mega_moe(*given, *weights, **variant)
+        assert error(y.cpu(), [tensor.cpu() for tensor in given], **variant) < 1e-2
+
+
 def test_no_tokens(weights):
     assert mega_moe(*cuda(tokens(0)), *weights).shape == (0, HIDDEN)
 

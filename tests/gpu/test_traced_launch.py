@@ -5,6 +5,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from tiles import num_blocks
 
 import jitmoe
 from jitmoe.plan.heuristics import choose
@@ -47,8 +48,9 @@ def test_same_result_every_tile_sane_times(call, workspace, tmp_path):
     assert len(heads) == device_spec(0).num_sms * num_warps
 
     counts = np.bincount(call.tokens.topk_ids.get().ravel(), minlength=EXPERTS)
-    num_blocks = int(sum(-(-n // plan.block_tokens) for n in counts))
-    num_tasks = num_blocks * (plan.num_tiles_1 + plan.num_tiles_2)
+    num_tasks = sum(num_blocks(plan, int(n)) for n in counts) * (
+        plan.num_tiles_1 + plan.num_tiles_2
+    )
     for role in plan.roles:
         fields = task_fields(trace.select("task", role.name)["payload"])
         covered = Counter(zip(*(values.tolist() for values in fields.values()), strict=True))

@@ -1,0 +1,268 @@
+"""The layer as experts of vLLM's modular kernels: `JitmoeExperts`."""
+
+from __future__ import annotations
+
+import torch
+
+try:
+    from vllm.model_executor.layers.fused_moe import modular_kernel
+    from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+    from vllm.model_executor.layers.quantization.utils.quant_utils import (
+        kFp8Dynamic128Sym,
+        kFp8Static128BlockSym,
+    )
+    from vllm.platforms import current_platform
+except ImportError as error:
+    raise ImportError(
+        f"jitmoe.integrations.vllm needs vLLM with the modular kernels of 0.33 ({error}); "
+        "pip install 'vllm>=0.33'"
+    ) from error
+
+from jitmoe import Activation, MoeProblem
+from jitmoe.integrations.torch import mega_moe
+
+BLOCK = [128, 128]
+
+# vLLM's activations and our kinds. Its plain "swigluoai" has gate and up row by row in turn.
+KINDS = {
+    "silu": "swiglu",
+    "gelu": "geglu_erf",
+    "gelu_tanh": "geglu_tanh",
+    "swigluoai_uninterleave": "swiglu_oai",
+}
+# What of a quantisation must not be set, as the base class names it.
+_UNSUPPORTED = (
+    "w1_bias",
+    "w2_bias",
+    "w1_zp",
+    "w2_zp",
+    "a1_scale",
+    "a2_scale",
+    "per_act_token_quant",
+    "per_out_ch_quant",
+)
+
+
+class JitmoeExperts(modular_kernel.FusedMoEExpertsModular):
+    """Block-FP8 experts in one launch: both GEMMs, router weights and the sum over slots.
+
+    moe_config, quant_config  of vLLM; weights and block scales are used in place
+    backend                   as in `jitmoe.integrations.torch.mega_moe`
+
+    Pair it with a prepare and finalize step in vLLM's `FusedMoEKernel`. What there is no kernel for
+    is refused by the capability tests, and by `apply`: NotImplementedError, one sentence.
+    """
+
+    def __init__(
+        self,
+        moe_config,
+        quant_config,
+        max_num_tokens: int | None = None,
+        num_dispatchers: int | None = None,
+        *,
+        backend: str = "cuda",
+    ):
+        super().__init__(moe_config, quant_config, max_num_tokens, num_dispatchers)
+        self.backend = backend
+
+    # What is supported
+
+    @staticmethod
+    def activation_format():
+        return modular_kernel.FusedMoEActivationFormat.Standard
+
+    @staticmethod
+    def _supports_current_device() -> bool:
+        return current_platform.is_cuda() and current_platform.is_device_capability(90)
+
+    @staticmethod
+    def _supports_no_act_and_mul() -> bool:
+        return False
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key, activation_key) -> bool:
+        return (weight_key, activation_key) == (kFp8Static128BlockSym, kFp8Dynamic128Sym)
+
+    @staticmethod
+    def _supports_activation(activation) -> bool:
+        return activation.value in KINDS
+
+    @staticmethod
+    def _supports_parallel_config(moe_parallel_config) -> bool:
+        """All but the dispatchers that lay scales out in their own way."""
+        return not any(
+            getattr(moe_parallel_config, f"use_fi_nvl_{sides}_sided_kernels", False)
+            for sides in ("one", "two")
+        )
+
+    @staticmethod
+    def _supports_shape(hidden_dim: int) -> bool:
+        try:
+            MoeProblem(1, hidden_dim, 128, 1, 1)
+        except ValueError:
+            return False
+        return True
+
+    @staticmethod
+    def _supports_batch_invariance() -> bool:
+        """Bits are the same for the same batch; another batch may be summed in another order."""
+        return False
+
+    @staticmethod
+    def supports_lora() -> bool:
+        return False
+
+    # What a modular kernel asks
+
+    @property
+    def expects_unquantized_inputs(self) -> bool:
+        """Tokens in bf16, which the kernel quantises itself, unless they travel: e4m3 is half as
+        much to send.
+        """
+        return not self.moe_config.moe_parallel_config.use_all2all_kernels
+
+    def workspace_shapes(
+        self,
+        M: int,
+        N: int,
+        K: int,
+        topk: int,
+        global_num_experts: int,
+        local_num_experts: int,
+        expert_tokens_meta,
+        activation,
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """No workspaces of vLLM's: jitmoe keeps one for each stream. Then the output's shape."""
+        return (0,), (0,), (M, K)
+
+    def finalize_weight_and_reduce_impl(self):
+        """Nothing is left to do: y is weighted and summed."""
+        return TopKWeightAndReduceNoOP()
+
+    def apply(
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        a1q_scale: torch.Tensor | None,
+        a2_scale: torch.Tensor | None,
+        workspace13: torch.Tensor | None,
+        workspace2: torch.Tensor | None,
+        expert_tokens_meta,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        """Write y into `output`.
+
+        output         [num_tokens, hidden] bf16
+        hidden_states  [num_tokens, hidden] bf16, or e4m3 with a1q_scale f32 [num_tokens, hidden /
+                       128]
+        w1, w2         [num_experts, 2 * intermediate, hidden], gate rows first, and [num_experts,
+                       hidden, intermediate], e4m3; their scales are those of quant_config
+        expert_map     int32 [global_num_experts], the number here of every expert, -1 for those of
+                       other ranks; None if ids count the experts here. One of experts in a row is
+                       read once, and again after a write; it must not change under a CUDA graph
+        apply_router_weight_on_input
+                       whether the prepare step has multiplied tokens by their weights already
+
+        The rest is of no use here, and a2_scale must be None.
+        """
+        self._check(hidden_states, a2_scale)
+        first_expert = 0
+        if expert_map is not None:
+            first = _first_expert(expert_map, w1.shape[0])
+            if first is None:
+                topk_ids = _ids_here(topk_ids, expert_map)
+            else:
+                first_expert = first
+        if apply_router_weight_on_input:
+            topk_weights = torch.ones_like(topk_weights)
+        mega_moe(
+            hidden_states,
+            topk_ids.contiguous(),
+            topk_weights.contiguous(),
+            w1,
+            w2,
+            self.w1_scale,
+            self.w2_scale,
+            x_scale=a1q_scale,
+            activation=self._activation(activation),
+            first_expert=first_expert,
+            out=output,
+            backend=self.backend,
+        )
+
+    def _check(self, hidden_states: torch.Tensor, a2_scale) -> None:
+        """Raise NotImplementedError unless the kernel computes these experts."""
+        for name in _UNSUPPORTED:
+            got = getattr(self, name)
+            if got is not None and got is not False:
+                _refuse(f"no {name}", "a tensor" if isinstance(got, torch.Tensor) else got)
+        if a2_scale is not None:
+            _refuse("activations quantised as they come", "a2_scale")
+        if self.block_shape is None or list(self.block_shape) != BLOCK:
+            _refuse(f"block_shape {BLOCK}", self.block_shape)
+        if getattr(self.moe_config, "is_lora_enabled", False):
+            _refuse("no LoRA", "is_lora_enabled")
+        if hidden_states.dim() != 2:
+            _refuse("tokens in the Standard format", f"{hidden_states.dim()} dimensions")
+
+    def _activation(self, activation) -> Activation | str:
+        name = activation.value
+        if name not in KINDS:
+            _refuse(f"an activation of {', '.join(KINDS)}", name)
+        limit = self._number("gemm1_clamp_limit", "swiglu_limit")
+        alpha = self._number("gemm1_alpha", "swiglu_alpha")
+        beta = self._number("gemm1_beta", "swiglu_beta")
+        alpha, beta = 1.0 if alpha is None else alpha, 0.0 if beta is None else beta
+        if name == "silu" and (alpha, beta) != (1.0, 0.0):
+            _refuse("silu without gemm1_alpha and gemm1_beta", f"{alpha} and {beta}")
+        if name == "swigluoai_uninterleave" and limit is None:
+            _refuse("gemm1_clamp_limit for swigluoai_uninterleave", None)
+        if name.startswith("gelu") or limit is None:
+            return KINDS[name]
+        return Activation("swiglu_clamped", alpha, limit, beta)
+
+    def _number(self, of_quantisation: str, of_model: str) -> float | None:
+        """As vLLM looks it up: the quantisation's, else the model's."""
+        number = getattr(self.quant_config, of_quantisation, None)
+        return getattr(self.moe_config, of_model, None) if number is None else number
+
+
+def _refuse(allowed: str, got) -> None:
+    raise NotImplementedError(
+        f"JitmoeExperts needs {allowed}, got {got}; choose another --moe-backend"
+    )
+
+
+def _first_expert(expert_map: torch.Tensor, num_experts: int) -> int | None:
+    """The id of the first of `num_experts` experts that the map has in a row; None for another map.
+
+    Read once and kept with the tensor, until that is written; a write through `.data` leaves no
+    trace. None too for a map that cannot be read now, in a capture, or leaves no trace of writes.
+    """
+    if expert_map.is_inference():  # has no version
+        return None
+    state = expert_map.data_ptr(), expert_map._version, num_experts
+    known = getattr(expert_map, "_jitmoe_first", None)
+    if known is None or known[0] != state:
+        if expert_map.is_cuda and torch.cuda.is_current_stream_capturing():
+            return None
+        numbers = expert_map.tolist()
+        first = numbers.index(0) if 0 in numbers else 0
+        row = [-1] * first + list(range(num_experts))
+        is_row = numbers == row + [-1] * (len(numbers) - len(row))
+        known = expert_map._jitmoe_first = state, first if is_row else None
+    return known[1]
+
+
+def _ids_here(topk_ids: torch.Tensor, expert_map: torch.Tensor) -> torch.Tensor:
+    """The numbers here of the experts that ids name, -1 for those that are not here."""
+    last = expert_map.shape[0] - 1
+    is_known = (topk_ids >= 0) & (topk_ids <= last)
+    return torch.where(is_known, expert_map[topk_ids.clamp(0, last).long()], -1)

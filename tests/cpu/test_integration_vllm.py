@@ -1,0 +1,286 @@
+"""jitmoe.integrations.vllm on a CPU, in a stand-in for vLLM's interface: results, and what is
+refused.
+"""
+
+import importlib
+import importlib.util
+import inspect
+from dataclasses import replace
+
+import pytest
+
+from jitmoe.emulate.compile import NoHostCompiler, compiler
+
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install 'jitmoe[torch]'")
+
+import stand_in  # noqa: E402
+import vllm_interface as vllm  # noqa: E402
+from torch_layer import EXPERTS, HIDDEN, WEIGHTS, error, quantized, tokens  # noqa: E402
+
+from jitmoe import Activation  # noqa: E402
+
+try:
+    compiler()
+except NoHostCompiler as error_:
+    pytest.skip(str(error_), allow_module_level=True)
+
+W1, W2, W1_SCALE, W2_SCALE = WEIGHTS
+QUANT = vllm.QuantConfig(W1_SCALE, W2_SCALE)
+MOE = vllm.MoEConfig()
+SILU, OAI = vllm.MoEActivation.SILU, vllm.MoEActivation.SWIGLUOAI_UNINTERLEAVE
+
+
+@pytest.fixture
+def adapter():
+    with stand_in.adapter("vllm", vllm.PLACES) as module:
+        yield module
+
+
+@pytest.fixture
+def experts(adapter):
+    def make(moe=MOE, **quantisation):
+        return adapter.JitmoeExperts(moe, replace(QUANT, **quantisation), backend="emulated")
+
+    return make
+
+
+def run(experts, given, **options):
+    return vllm.run(experts, quantized, given[0], W1, W2, given[2], given[1], **options)
+
+
+def refused(call):
+    with pytest.raises(NotImplementedError) as caught:
+        call()
+    message = str(caught.value)
+    assert message.startswith("JitmoeExperts needs ") and "\n" not in message
+    return message
+
+
+# Results
+
+
+@pytest.mark.parametrize("num_tokens", [1, 20, 150])
+def test_results(experts, num_tokens):
+    given = tokens(num_tokens)
+    y = run(experts(), given)
+    assert y.dtype == torch.bfloat16 and error(y, given) < 4e-3
+
+
+def test_tokens_that_were_dispatched_come_quantised(experts):
+    moe = replace(MOE, moe_parallel_config=vllm.ParallelConfig(use_all2all_kernels=True))
+    assert experts().expects_unquantized_inputs
+    assert not experts(moe).expects_unquantized_inputs
+    given = tokens(9)
+    assert error(run(experts(moe), given), given) < 4e-3
+
+
+@pytest.mark.parametrize(
+    ("activation", "numbers", "ours"),
+    [
+        ("GELU", {}, "geglu_erf"),
+        ("GELU_TANH", {"gemm1_clamp_limit": 7.0}, "geglu_tanh"),  # vLLM looks at none there
+        ("SILU", {"gemm1_clamp_limit": 0.5}, Activation("swiglu_clamped", 1.0, 0.5, 0.0)),
+        (
+            "SWIGLUOAI_UNINTERLEAVE",
+            {"gemm1_clamp_limit": 1.0, "gemm1_alpha": 1.7, "gemm1_beta": 1.0},
+            Activation("swiglu_oai", 1.7, 1.0, 1.0),
+        ),
+        (
+            "SWIGLUOAI_UNINTERLEAVE",
+            {"gemm1_clamp_limit": 0.5},
+            Activation("swiglu_clamped", 1.0, 0.5, 0.0),
+        ),
+    ],
+)
+def test_activations(experts, activation, numbers, ours):
+    given, activation = tokens(9), vllm.MoEActivation[activation]
+    y = run(experts(**numbers), given, activation=activation)
+    assert error(y, given, activation=ours) < 4e-3
+    of_model = {name.replace("gemm1_clamp", "swiglu"): value for name, value in numbers.items()}
+    of_model = {name.replace("gemm1", "swiglu"): value for name, value in of_model.items()}
+    assert torch.equal(y, run(experts(replace(MOE, **of_model)), given, activation=activation))
+
+
+def test_weights_on_the_input_are_there_already(experts):
+    x, ids, router = tokens(9)
+    given = x, ids[:, :1].contiguous(), router[:, :1].contiguous()
+    y = run(experts(), given, apply_router_weight_on_input=True)
+    scaled = x * given[2].to(x.dtype)
+    assert error(y, (scaled, given[1], torch.ones_like(given[2]))) < 4e-3
+
+
+# Experts of other ranks
+
+ROW = torch.full((12,), -1, dtype=torch.int32)
+ROW[3 : 3 + EXPERTS] = torch.arange(EXPERTS)
+MIXED = torch.full((12,), -1, dtype=torch.int32)
+MIXED[torch.tensor([7, 0, 4, 11])] = torch.arange(EXPERTS, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["read", "never read"])
+@pytest.mark.parametrize("expert_map", [ROW, MIXED], ids=["row", "mixed"])
+def test_expert_maps(adapter, experts, expert_map, is_known, monkeypatch):
+    if not is_known:
+        monkeypatch.setattr(adapter, "_first_expert", lambda *_: None)
+    x, _, router = tokens(30)
+    ids = torch.randint(-1, 14, router.shape, generator=torch.Generator().manual_seed(1))
+    here = [int(expert_map[i]) if 0 <= i < 12 else -1 for i in ids.flatten()]
+    here = torch.tensor(here).view(ids.shape)
+    assert (here >= 0).any() and (ids == -1).any() and (ids >= 12).any()
+    for dtype in (torch.int32, torch.int64):
+        given = x, ids.to(dtype), router
+        y = run(experts(), given, expert_map=expert_map, global_num_experts=12)
+        assert error(y, (x, here, router)) < 4e-3
+
+
+def test_rows_are_found(adapter):
+    first = adapter._first_expert
+    assert first(ROW, EXPERTS) == 3 and first(MIXED, EXPERTS) is None
+    assert first(ROW, EXPERTS - 1) is None, "more experts than there are weights"
+    assert first(torch.arange(EXPERTS), EXPERTS) == 0
+    assert first(torch.full((12,), -1), EXPERTS) is None
+    assert first(torch.tensor([0, 1, 2, 3, 0]), EXPERTS) is None, "two ids of an expert"
+
+
+def test_maps_are_read_once_and_after_a_write(adapter, monkeypatch):
+    expert_map, reads, tolist = ROW.clone(), [], torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: reads.append(1) or tolist(self))
+    assert [adapter._first_expert(expert_map, EXPERTS) for _ in range(3)] == [3, 3, 3]
+    assert len(reads) == 1
+    expert_map.copy_(ROW.roll(2))
+    assert adapter._first_expert(expert_map, EXPERTS) == 5 and len(reads) == 2
+    with torch.inference_mode():
+        assert adapter._first_expert(ROW.clone(), EXPERTS) is None and len(reads) == 2
+
+
+# What vLLM asks
+
+
+def test_what_is_left_to_finalize(adapter, experts):
+    reduce = experts().finalize_weight_and_reduce_impl()
+    assert isinstance(reduce, vllm.TopKWeightAndReduceNoOP)
+    assert experts().workspace_shapes(7, 256, HIDDEN, 2, 8, 4, None, SILU) == (
+        (0,),
+        (0,),
+        (7, HIDDEN),
+    )
+    assert not adapter.JitmoeExperts.is_monolithic()
+
+
+KEYS = vllm.FP8_BLOCKS, vllm.FP8_TOKENS
+STANDARD, BATCHED = vllm.FusedMoEActivationFormat
+
+
+@pytest.mark.parametrize(
+    ("changes", "keys", "form", "reason"),
+    [
+        ({}, KEYS, STANDARD, None),
+        ({"activation": vllm.MoEActivation.GELU}, KEYS, STANDARD, None),
+        ({"activation": OAI}, KEYS, STANDARD, None),
+        ({"activation": vllm.MoEActivation.SWIGLUOAI}, KEYS, STANDARD, "activation"),
+        ({"activation": vllm.MoEActivation.SWIGLUSTEP}, KEYS, STANDARD, "activation"),
+        ({"is_act_and_mul": False}, KEYS, STANDARD, "no act_and_mul"),
+        ({"hidden_dim": 2880}, KEYS, STANDARD, "hidden"),
+        ({"is_lora_enabled": True}, KEYS, STANDARD, "LoRA"),
+        ({}, KEYS, BATCHED, "format"),
+        ({}, (vllm.FP8_BLOCKS, None), STANDARD, "quantization"),
+        ({}, (vllm.FP8_TENSOR, vllm.FP8_TENSOR), STANDARD, "quantization"),
+        ({}, (None, None), STANDARD, "quantization"),
+        (
+            {"moe_parallel_config": vllm.ParallelConfig(use_fi_nvl_two_sided_kernels=True)},
+            KEYS,
+            STANDARD,
+            "parallel",
+        ),
+    ],
+)
+def test_capabilities(adapter, changes, keys, form, reason):
+    cls = adapter.JitmoeExperts
+    got = cls.is_supported_config(cls, replace(MOE, **changes), *keys, form)
+    assert got == (reason is None, reason)
+
+
+def test_only_hopper(adapter, monkeypatch):
+    assert adapter.JitmoeExperts._supports_current_device()
+    monkeypatch.setattr(vllm.PLATFORM, "is_device_capability", lambda number: number == 100)
+    assert not adapter.JitmoeExperts._supports_current_device()
+    monkeypatch.setattr(vllm.PLATFORM, "is_cuda", lambda: False)
+    assert not adapter.JitmoeExperts._supports_current_device()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"w1_bias": torch.zeros(4, 256)}, "no w1_bias, got a tensor"),
+        ({"w2_zp": torch.zeros(4)}, "no w2_zp, got a tensor"),
+        ({"a2_scale": torch.ones(1)}, "no a2_scale, got a tensor"),
+        ({"per_act_token_quant": True}, "no per_act_token_quant, got True"),
+        ({"block_shape": [1, 32]}, r"block_shape [128, 128], got [1, 32]"),
+        ({"block_shape": None}, "block_shape [128, 128], got None"),
+        ({"gemm1_alpha": 1.7}, "silu without gemm1_alpha and gemm1_beta, got 1.7 and 0.0"),
+    ],
+)
+def test_quantisations_that_are_refused(experts, changes, words):
+    assert words in refused(lambda: run(experts(**changes), tokens(3)))
+
+
+def test_calls_that_are_refused(experts):
+    given = tokens(3)
+    message = refused(lambda: run(experts(), given, activation=vllm.MoEActivation.SWIGLUOAI))
+    assert (
+        "an activation of silu, gelu, gelu_tanh, swigluoai_uninterleave, got swigluoai;" in message
+    )
+    assert "gemm1_clamp_limit" in refused(lambda: run(experts(), given, activation=OAI))
+    lora = replace(MOE, is_lora_enabled=True)
+    assert "no LoRA" in refused(lambda: run(experts(lora), given))
+    batched = given[0][None]
+    assert "Standard format, got 3 dimensions" in refused(
+        lambda: experts()._check(batched, a2_scale=None)
+    )
+    assert "got a2_scale" in refused(lambda: experts()._check(given[0], a2_scale=torch.ones(1)))
+
+
+def test_the_cpu_is_used_only_if_asked(adapter):
+    with pytest.raises(TypeError, match="w13 must be on a GPU"):
+        run(adapter.JitmoeExperts(MOE, QUANT), tokens(3))
+
+
+# The interface
+
+
+def test_signatures_are_those_of_the_base_class(adapter):
+    base = stand_in.methods(vllm.FusedMoEExperts) | stand_in.methods(vllm.FusedMoEExpertsModular)
+    own = stand_in.methods(adapter.JitmoeExperts)
+    shared = set(base) & set(own) - {"__init__"}
+    assert len(shared) >= 11
+    for name in shared:
+        assert stand_in.parameters(own[name]) == stand_in.parameters(base[name]), name
+    assert not inspect.isabstract(adapter.JitmoeExperts)
+
+
+def test_without_vllm():
+    if importlib.util.find_spec("vllm") is not None:
+        pytest.skip("vLLM is installed")
+    with pytest.raises(ImportError) as caught:
+        importlib.import_module("jitmoe.integrations.vllm")
+    message = str(caught.value)
+    assert message.startswith("jitmoe.integrations.vllm needs vLLM") and "pip install" in message
+    assert "\n" not in message
+
+
+def test_the_stand_in_is_like_vllm():
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
+    for path, objects in vllm.PLACES.items():
+        real = importlib.import_module(path)
+        for thing in objects:
+            name = thing[0] if isinstance(thing, tuple) else thing.__name__
+            assert hasattr(real, name), f"{path}.{name}"
+            if inspect.isclass(thing) and not issubclass(thing, vllm.Enum):
+                assert stand_in.differences(thing, getattr(real, name)) == []
+    activations = importlib.import_module(f"{vllm.FUSED_MOE}.activation").MoEActivation
+    assert {kind.value for kind in vllm.MoEActivation} <= {kind.value for kind in activations}
+    assert issubclass(
+        importlib.import_module("jitmoe.integrations.vllm").JitmoeExperts,
+        importlib.import_module(f"{vllm.FUSED_MOE}.modular_kernel").FusedMoEExpertsModular,
+    )
