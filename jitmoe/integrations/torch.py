@@ -53,13 +53,14 @@ def mega_moe(
 ) -> torch.Tensor:
     """`jitmoe.mega_moe` as a PyTorch operator, on the current stream of the tensors' GPU.
 
-    x             [num_tokens, hidden] bf16, or, for FP8 weights, e4m3 with x_scale f32
-                  [num_tokens, hidden / 128]
+    x             [num_tokens, hidden] bf16, or, for FP8 weights, e4m3 with an x_scale of
+                  `jitmoe.mega_moe`
     topk_ids      [num_tokens, top_k] int32 or int64; an id outside [first_expert, first_expert +
                   num_experts) is an unused slot
     topk_weights  [num_tokens, top_k] f32 or bf16
-    w13 to w2_scale  the tensors of `jitmoe.ExpertWeights`, used in place; scales may be e8m0 as
-                  well, of which a copy in f32 is kept with the tensor; bf16 weights have none
+    w13 to w2_scale  the tensors of `jitmoe.ExpertWeights`, used in place; scales may be e8m0 (or
+                  uint8 of the same bits) as well, of which a copy in f32 is kept with the tensor;
+                  bf16 weights have none
     w13_bias, w2_bias, gate_up  as in `jitmoe.ExpertWeights`
     activation to first_expert  as in `jitmoe.mega_moe`
     expert_counts [num_experts] int32, to which the routed pairs of each expert are added
@@ -229,6 +230,7 @@ def _activation(kind: str, *numbers: float | None) -> Activation | str:
 
 
 _E8M0 = getattr(torch, "float8_e8m0fnu", None)  # PyTorch 2.7 and later
+_E8M0_TYPES = (_E8M0, torch.uint8)
 
 
 def _f32(scale: torch.Tensor | None) -> torch.Tensor | None:
@@ -237,7 +239,7 @@ def _f32(scale: torch.Tensor | None) -> torch.Tensor | None:
     They are made anew where the tensor lies elsewhere or was written since, but a write through
     `.data` leaves no trace.
     """
-    if scale is None or scale.dtype != _E8M0:
+    if scale is None or scale.dtype not in _E8M0_TYPES:
         return scale
     if scale.is_inference():  # has no version
         return _widened(scale)
@@ -252,7 +254,8 @@ def _f32(scale: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _widened(scale: torch.Tensor) -> torch.Tensor:
-    return scale.detach().to(torch.float32, memory_format=torch.contiguous_format)
+    wide = scale.detach().view(_E8M0)  # of either of _E8M0_TYPES
+    return wide.to(torch.float32, memory_format=torch.contiguous_format)
 
 
 def _as_is(tensor: torch.Tensor, name: str) -> torch.Tensor:

@@ -24,6 +24,7 @@ class MegaMoePlan(Plan):
              up to 64 tokens are done as in decode. Token rows are first copied into a pool, sorted
              by expert, which TMA reads.
 
+    Scales of 128 x 128 weights multiply partial sums, those of channels and tensors a tile's sums.
     With `trace`, every warp stamps what it does and when into a ring of global memory.
     """
 
@@ -136,6 +137,7 @@ class MegaMoePlan(Plan):
             "block_k_bytes": self.block_k_bytes,
             "element_bytes": format_of(self.format).element_bytes,
             "quantizes": int(self.quantizes),
+            "channel_scales": int(format_of(self.format).has_channel_scales),
             "max_blocks": self.max_blocks,
             "split_tokens": int(self.split_tokens),
             "num_gather_warps": 0 if self.split_tokens else self.num_gather_warps,

@@ -24,13 +24,13 @@ def params(trace: bool, has_bias: bool) -> tuple[Param, ...]:
         Param("pool_extra_map", "TensorMap", "as pool_map, for a tile's extra tokens"),
         Param("mid_extra_map", "TensorMap", "as mid_map, for a tile's extra tokens"),
         Param("x", "const u8*", "[num_tokens, hidden] e4m3 or bf16"),
-        Param("x_scale", "const float*", "[num_tokens, hidden/128], e4m3 only"),
+        Param("x_scale", "const float*", "[num_tokens, hidden/128] by its strides, e4m3 only"),
         Param("topk_ids", "const u8*", "[num_tokens, top_k] i32 or i64"),
         Param("topk_weights", "const u8*", "[num_tokens, top_k] f32 or bf16"),
         Param(
             "w13_scale",
             "const float*",
-            "[num_experts, ceil(2*intermediate/128), hidden/128] or null",
+            "[num_experts, ceil(2*intermediate/128), hidden/128], or of channels, or null",
         ),
         Param(
             "w2_scale", "const float*", "[num_experts, hidden/128, ceil(intermediate/128)] or null"
@@ -71,4 +71,5 @@ def params(trace: bool, has_bias: bool) -> tuple[Param, ...]:
         Param("up_offset", "f32", "of the clamped activation"),
         Param("mid_scale_unit", "f32", "routed_scaling_factor / 448; bf16, routed_scaling_factor"),
         Param("first_expert", "u32", "id of expert 0 of the weights"),
+        Param("w13_scale_half_stride", "i64", "elements, from gate to up, of channels' scales"),
     )
