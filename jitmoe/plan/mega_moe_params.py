@@ -57,6 +57,7 @@ def params(trace: bool, has_bias: bool) -> tuple[Param, ...]:
         Param("w2_scale_expert_stride", "i64", "elements"),
         Param("w13_scale_row_stride", "i64", "elements"),
         Param("w2_scale_row_stride", "i64", "elements"),
+        Param("w13_scale_half_stride", "i64", "elements, from gate to up, of channels' scales"),
         Param("y_stride", "i64", "elements"),
         Param("num_tokens", "u32"),
         Param("bank_words", "u32"),
@@ -71,5 +72,4 @@ def params(trace: bool, has_bias: bool) -> tuple[Param, ...]:
         Param("up_offset", "f32", "of the clamped activation"),
         Param("mid_scale_unit", "f32", "routed_scaling_factor / 448; bf16, routed_scaling_factor"),
         Param("first_expert", "u32", "id of expert 0 of the weights"),
-        Param("w13_scale_half_stride", "i64", "elements, from gate to up, of channels' scales"),
     )
