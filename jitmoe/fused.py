@@ -179,7 +179,7 @@ def _make_ready(
         *weights.bias_fields,
         fit.x.strides[0] * (2 if x_is_bf16 else 1),
         *fit.x_scale_strides,
-        *prepared.scale_strides[:-1],
+        *prepared.scale_strides,
         weights.hidden if fit.out is None else fit.out.strides[0],
         fit.num_tokens,
         prepared.bank_words,
@@ -190,7 +190,6 @@ def _make_ready(
         fit.topk_weights.dtype != "f32",
         workspace.timeout_us,
         *variant.scalars(plan.format).values(),
-        prepared.scale_strides[-1],
     )
     if len(workspace.ready) >= MAX_READY:
         workspace.ready.clear()
