@@ -262,7 +262,8 @@ class MegaMoePlan(Plan):
 
     @property
     def params(self) -> tuple[Param, ...]:
-        return mega_moe_params.params(self.trace, self.has_bias)
+        has_channel_scales = format_of(self.format).has_channel_scales
+        return mega_moe_params.params(self.trace, self.has_bias, has_channel_scales)
 
     def check(self, gpu: GpuSpec) -> None:
         if self.arch not in KERNEL_ARCHS:

@@ -7,8 +7,9 @@ from __future__ import annotations
 from jitmoe.plan.plan import Param
 
 
-def params(trace: bool, has_bias: bool) -> tuple[Param, ...]:
+def params(trace: bool, has_bias: bool, has_channel_scales: bool) -> tuple[Param, ...]:
     """The fields of the parameter struct; tensor maps come first."""
+    half = (Param("w13_scale_half_stride", "i64", "elements, from gate to up"),)
     bias = (
         Param("w13_bias", "const u8*", "[num_experts, 2*intermediate] bf16 or f32"),
         Param("w2_bias", "const u8*", "[num_experts, hidden], of the same type"),
@@ -57,7 +58,7 @@ def params(trace: bool, has_bias: bool) -> tuple[Param, ...]:
         Param("w2_scale_expert_stride", "i64", "elements"),
         Param("w13_scale_row_stride", "i64", "elements"),
         Param("w2_scale_row_stride", "i64", "elements"),
-        Param("w13_scale_half_stride", "i64", "elements, from gate to up, of channels' scales"),
+        *(half if has_channel_scales else ()),
         Param("y_stride", "i64", "elements"),
         Param("num_tokens", "u32"),
         Param("bank_words", "u32"),

@@ -68,22 +68,22 @@ def _weight_shapes(kind, num_experts, rows, cols, halves) -> list[tuple[int, ...
 def weight_strides(
     kind: str | None, w13_scale, w2_scale, intermediate: int, interleaved: bool
 ) -> dict[str, int]:
-    """Parameters of the kernel, by name and in their order (the last is the struct's), in units of
-    the strides of two arrays of scales of a kind: from expert to expert, from one block of rows or
-    channel to the next, and from gate to up. Zeros where the kind is None.
+    """Parameters of the kernel, by name and in their order, in units of the strides of two arrays
+    of scales of a kind: from expert to expert, from one block of rows or channel to the next, and
+    from gate to up, unless they are of blocks. Zeros where the kind is None.
     """
-    names = ("w13_scale_expert", "w2_scale_expert", "w13_scale_row", "w2_scale_row")
-    names = [f"{name}_stride" for name in (*names, "w13_scale_half")]
-    if kind is None:
-        return dict.fromkeys(names, 0)
-    s13, s2 = w13_scale.strides, w2_scale.strides
+    names = ["w13_scale_expert", "w2_scale_expert", "w13_scale_row", "w2_scale_row"]
+    s13, s2 = ((0, 0), (0, 0)) if kind is None else (w13_scale.strides, w2_scale.strides)
     if kind == "tensor":
         rows = 0, 0, s13[1] if tuple(w13_scale.shape[1:2]) == (2,) else 0
-    elif kind == "channel" and interleaved:
-        rows = 2 * s13[1], s2[1], s13[1]
+    elif kind == "channel":
+        channel, half = (2, 1) if interleaved else (1, intermediate)
+        rows = channel * s13[1], s2[1], half * s13[1]
     else:
-        rows = s13[1], s2[1], intermediate * s13[1]
-    return dict(zip(names, (s13[0], s2[0], *rows), strict=True))
+        rows = s13[1], s2[1]
+    names += ["w13_scale_half"] * (len(rows) == 3)
+    strides = s13[0], s2[0], *rows
+    return {f"{name}_stride": stride for name, stride in zip(names, strides, strict=True)}
 
 
 def token_strides(shape, strides, num_tokens: int, hidden: int) -> tuple[int, int]:

@@ -9,7 +9,9 @@ DEVICE float* channel_scales(Smem& smem, const Share& share) {
 }
 
 // The scale of a tile's weight row. Rows past the end take the last channel's: their sums are zeros.
-DEVICE const float* channel_scale(const Params& p, const Task& task, u32 row) {
+// `P` is Params, which other kernels have without the stride from gate to up.
+template <typename P>
+DEVICE const float* channel_scale(const P& p, const Task& task, u32 row) {
     if (task.phase == kGemm2) {
         const i64 channel = min_of(task.tile * kBlockRows + row, kHidden - 1);
         return p.w2_scale + task.expert * p.w2_scale_expert_stride + channel * p.w2_scale_row_stride;
@@ -22,8 +24,8 @@ DEVICE const float* channel_scale(const Params& p, const Task& task, u32 row) {
 }
 
 // Of all the tile's rows, or of this warp's.
-template <bool kTokenRows>
-DEVICE void begin_channel_scales(const Params& p, Smem& smem, const Task& task, const Share& share) {
+template <bool kTokenRows, typename P>
+DEVICE void begin_channel_scales(const P& p, Smem& smem, const Task& task, const Share& share) {
     float* scales = channel_scales(smem, share);
     sync_warp();  // all lanes are done with the epilogue before
 #pragma unroll

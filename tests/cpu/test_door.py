@@ -121,7 +121,7 @@ def test_bf16_weights_are_read(dtype):
     weights = bf16_weights(dtype)
     assert weights.format == weights.problem(1, 2).format == "bf16"
     assert weights.num_bytes == 2 * 3 * EXPERTS * HIDDEN * INTERMEDIATE
-    assert weights.scale_addresses == (0, 0) and weights.scale_strides == (0, 0, 0, 0, 0)
+    assert weights.scale_addresses == (0, 0) and weights.scale_strides == (0, 0, 0, 0)
     assert repr(weights).endswith("device=0, format='bf16')")
 
 
