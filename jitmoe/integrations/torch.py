@@ -24,10 +24,10 @@ _SCHEMA = (
     'str backend="cuda", str activation="swiglu", '
     "float? alpha=None, float? limit=None, float? up_offset=None, "
     "float routed_scaling_factor=1.0, bool apply_router_weight_on_input=False, "
-    'int first_expert=0, str gate_up="gate_first"'
+    'int first_expert=0, str gate_up="gate_first", bool batch_invariant=False'
 )
 # From `activation` on: what the operators' defaults stand for.
-_PLAIN = ("swiglu", None, None, None, 1.0, False, 0, "gate_first")
+_PLAIN = ("swiglu", None, None, None, 1.0, False, 0, "gate_first", False)
 
 
 def mega_moe(
@@ -47,6 +47,7 @@ def mega_moe(
     apply_router_weight_on_input: bool = False,
     first_expert: int = 0,
     gate_up: str = "gate_first",
+    batch_invariant: bool = False,
     expert_counts: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     backend: str = "cuda",
@@ -62,7 +63,7 @@ def mega_moe(
                   uint8 of the same bits) as well, of which a copy in f32 is kept with the tensor;
                   bf16 weights have none
     w13_bias, w2_bias, gate_up  as in `jitmoe.ExpertWeights`
-    activation to first_expert  as in `jitmoe.mega_moe`
+    activation to first_expert, batch_invariant  as in `jitmoe.mega_moe`
     expert_counts [num_experts] int32, to which the routed pairs of each expert are added
     out           [num_tokens, hidden] bf16, written in place (default: a new tensor)
     backend       "cuda", or "emulated": tensors on the CPU, and the kernel thread by thread on it
@@ -81,6 +82,7 @@ def mega_moe(
         apply_router_weight_on_input,
         first_expert,
         gate_up,
+        batch_invariant,
     )
     options = (backend,) if layer == _PLAIN else (backend, *layer)  # a shorter call is a faster one
     # An operator that returns something new writes nothing else: those can have autograd formulas.
@@ -190,6 +192,7 @@ def _run(
     apply_router_weight_on_input=False,
     first_expert=0,
     gate_up="gate_first",
+    batch_invariant=False,
     expert_counts=None,
 ) -> list[torch.Tensor]:
     """Launch; returns what was written."""
@@ -217,6 +220,7 @@ def _run(
             routed_scaling_factor=routed_scaling_factor,
             apply_router_weight_on_input=apply_router_weight_on_input,
             first_expert=first_expert,
+            batch_invariant=batch_invariant,
             out=read(out, "out"),
             expert_counts=counts,
             backend=backend,

@@ -175,7 +175,7 @@ VARIANTS = [
     {"activation": "swiglu_oai", "apply_router_weight_on_input": True},
     {"activation": Activation("swiglu_clamped", 1.5, 0.5, 0.25), "first_expert": 3},
     {"activation": Activation("swiglu_clamped", limit=math.inf), "gate_up": "up_first"},
-    {"routed_scaling_factor": 2.5, "first_expert": 1},
+    {"routed_scaling_factor": 2.5, "first_expert": 1, "batch_invariant": True},
 ]
 
 
