@@ -287,10 +287,8 @@ class MegaMoePlan(Plan):
                 f"got {self.num_local_pairs:,}"
             )
         if self.extra_tokens not in ((0, 8, 16) if self.split_tokens else (0,)):
-            raise PlanError(
-                "extra_tokens must be 0, in prefill 8 or 16 too (columns of one multiply), "
-                f"got {self.extra_tokens}"
-            )
+            allowed = "0, in prefill 8 or 16 too (columns of one multiply)"
+            raise PlanError(f"extra_tokens must be {allowed}, got {self.extra_tokens}")
         if not 1 <= self.unroll_k <= 8:
             raise PlanError(f"unroll_k must be from 1 to 8, got {self.unroll_k}")
         super().check(gpu)

@@ -175,7 +175,7 @@ VARIANTS = [
     {"activation": "swiglu_oai", "apply_router_weight_on_input": True},
     {"activation": Activation("swiglu_clamped", 1.5, 0.5, 0.25), "first_expert": 3},
     {"activation": Activation("swiglu_clamped", limit=math.inf), "gate_up": "up_first"},
-    {"routed_scaling_factor": 2.5, "first_expert": 1, "batch_invariant": True},
+    {"routed_scaling_factor": 2.5, "first_expert": 1},
 ]
 
 
@@ -188,6 +188,18 @@ def test_variants(variant, has_out):
     y = emulate(*given, *WEIGHTS, **variant, **kwargs)
     assert error(y, given, **variant) < 4e-3
     assert not torch.equal(y, emulate(*given, *WEIGHTS))
+
+
+def test_batch_invariant(monkeypatch):
+    """The argument gets to the layer; what it does there is tests/cpu/test_batch_invariance.py."""
+    given, seen = tokens(5), []
+    launch = integration.launch
+    monkeypatch.setattr(
+        integration, "launch", lambda *args, **kw: (seen.append(kw), launch(*args, **kw))
+    )
+    y = emulate(*given, *WEIGHTS, batch_invariant=True)
+    assert torch.equal(y, emulate(*given, *WEIGHTS)), "no sum is cut at this size"
+    assert [kw["batch_invariant"] for kw in seen] == [True, False]
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
