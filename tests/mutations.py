@@ -208,6 +208,8 @@ CASES = (
     _case("prefill", (272, 144, 2, 2), (140, 133, 30), "hot_expert", format="bf16"),
     # A block that comes to its first task when others have taken it as an orphan.
     _case("decode", (128, 48, 8, 2), (2, 2, 3), num_blocks=4, overlap=True, schedules=2),
+    _case("decode", (384, 80, 4, 2), (70, 5), format="fp8_channel"),
+    _case("prefill", (256, 144, 2, 2), (120,), format="fp8_channel"),
     # A warp that has fallen behind by a whole grid barrier.
     _case("decode", (128, 48, 100, 2), (8,), num_local_pairs=2, num_blocks=3, schedules=4),
 )
@@ -276,7 +278,13 @@ def all_mutants() -> list[Mutant]:
 def layer_of(case: Case) -> reference.Layer:
     plan = case.plan
     sizes = plan.num_experts, plan.hidden, plan.intermediate
-    return reference.random_layer(*sizes, seed=0, format=plan.format)
+    layer = reference.random_layer(*sizes, seed=0, format=plan.format)
+    if plan.format != "fp8_channel":
+        return layer
+    # Channels apart from each other: a wrong scale shows.
+    rng = np.random.default_rng(0)
+    apart = [s * rng.uniform(0.5, 2, s.shape).astype(np.float32) for s in (layer[1], layer[3])]
+    return layer._replace(w13_scale=apart[0], w2_scale=apart[1])
 
 
 @cache
