@@ -179,7 +179,8 @@ class Case:
 def _case(bucket: str, sizes: tuple[int, ...], tokens, routing="unused", **changes) -> Case:
     names = ("num_blocks", "overlap", "small_parts", "schedules")
     options = {name: changes.pop(name) for name in names if name in changes}
-    plan = plans_of_model(MoeProblem(1, *sizes), GPUS["h200"])[bucket]
+    problem = MoeProblem(1, *sizes, changes.pop("format", "fp8_block"))
+    plan = plans_of_model(problem, GPUS["h200"])[bucket]
     return Case(dataclasses.replace(plan, num_stages=3, **changes), tokens, routing, **options)
 
 
@@ -199,9 +200,12 @@ CASES = (
     _case("decode", (384, 48, 8, 4), (3, 68, 6), num_blocks=3, overlap=True),
     _case("prefill", (640, 256, 3, 2), (5, 20, 9), overlap=True),
     _case("decode", (384, 80, 33, 3), (130, 3)),
-    _case("prefill", (256, 208, 2, 2), (140, 133, 30)),
+    _case("prefill", (256, 208, 2, 2), (140, 133, 30), "hot_expert"),
     _case("prefill", (128, 48, 33, 32), (140,), "hot_expert", num_blocks=1),
     _case("decode", (256, 208, 3, 2), (5, 12), overlap=True, has_bias=True),
+    # Rows of bf16 that end inside a k-block; tiles that take tokens of their expert along.
+    _case("decode", (144, 208, 3, 2), (5, 40, 12), overlap=True, format="bf16"),
+    _case("prefill", (272, 144, 2, 2), (140, 133, 30), "hot_expert", format="bf16"),
     # A block that comes to its first task when others have taken it as an orphan.
     _case("decode", (128, 48, 8, 2), (2, 2, 3), num_blocks=4, overlap=True, schedules=2),
     _case("decode", (384, 80, 4, 2), (70, 5), format="fp8_channel"),
@@ -298,7 +302,7 @@ def launch_of(case: Case, num_tokens: int) -> tuple[reference.Tokens, np.ndarray
     tokens = reference.random_tokens(
         num_tokens, plan.hidden, plan.num_experts, plan.top_k, num_tokens, case.routing
     )
-    x, scale = fp8.quantize_tokens(tokens.x)
+    x, scale = fp8.quantize_tokens(tokens.x) if plan.quantizes else (tokens.x, None)
     inputs = (x, scale, tokens.topk_ids, tokens.topk_weights, *layer_of(case))
     w13_bias, w2_bias = biases_of(case) or (None, None)
     biases = {"w13_bias": w13_bias, "w2_bias": w2_bias}
@@ -311,6 +315,7 @@ def outputs(emulated: EmulatedLayer, case: Case, seed: int) -> Iterator[np.ndarr
     for number, num_tokens in enumerate(case.token_counts):
         tokens, _ = launch_of(case, num_tokens)
         is_bf16 = (number + seed) % 3 == 2 if case.overlap else seed % 2
+        is_bf16 |= not case.plan.quantizes
         x = fp8.encode_bf16(tokens.x) if is_bf16 else fp8.quantize_tokens(tokens.x)
         ids = tokens.topk_ids.astype(np.int64 if (number + seed) % 2 else np.int32)
         calls.append(Call(x, ids, tokens.topk_weights))
