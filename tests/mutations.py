@@ -201,7 +201,10 @@ CASES = (
     _case("decode", (384, 80, 33, 3), (130, 3)),
     _case("prefill", (256, 208, 2, 2), (140, 133, 30)),
     _case("prefill", (128, 48, 33, 32), (140,), "hot_expert", num_blocks=1),
-    _case("decode", (256, 208, 3, 2), (5, 12), overlap=True, has_bias=True),
+    _case(
+        *("decode", (512, 208, 8, 2), (5, 12), "one_expert"),
+        **{"num_blocks": 6, "overlap": True, "small_parts": True, "has_bias": True},
+    ),
     # A block that comes to its first task when others have taken it as an orphan.
     _case("decode", (128, 48, 8, 2), (2, 2, 3), num_blocks=4, overlap=True, schedules=2),
     # A warp that has fallen behind by a whole grid barrier.
