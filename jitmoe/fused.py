@@ -29,6 +29,7 @@ def mega_moe(
     routed_scaling_factor: float = 1.0,
     apply_router_weight_on_input: bool = False,
     first_expert: int = 0,
+    batch_invariant: bool = False,
     out=None,
     expert_counts=None,
     stream=None,
@@ -61,6 +62,9 @@ def mega_moe(
                   whether topk_weights[t, s] multiplies x[t] for its expert instead of what comes of
                   it: gate and up before the activation
     first_expert  id of the first expert of `weights`, where ids count those of all ranks
+    batch_invariant
+                  whether a token gets the same bits whatever other tokens are in the call; costs
+                  time where a call has few tiles, which are else cut along their sums
     out           [num_tokens, hidden] bf16, written in place (default: a new array of x's family)
     expert_counts None, or [num_experts] int32, to which the call adds how many slots of its tokens
                   each expert of `weights` got; whoever reads it clears it
@@ -83,17 +87,20 @@ def mega_moe(
     neither bias.
 
     A kernel is built for each function of activations, each apply_router_weight_on_input and each
-    order of w13's rows, with and without biases; none for numbers.
+    order of w13's rows, with and without biases, and for batch_invariant; none for numbers.
 
-    Returns `out`. uint8 and uint16 arrays stand for e4m3 and bf16 of the same bits. The same inputs
-    give the same bits. May be captured into a CUDA graph after one call, or `warmup`, outside.
+    Returns `out`. uint8 and uint16 arrays stand for e4m3 and bf16 of the same bits. The same call
+    gives the same bits. May be captured into a CUDA graph after one call, or `warmup`, outside.
 
     Raises TypeError for a host array (emulated: for any other); ValueError for shapes, dtypes,
     strides or devices that do not fit; CaptureError if a kernel must be built or memory allocated
     during capture; DeviceTimeout if an earlier launch hung; MemoryError, CompileError, DriverError.
     Emulated, NoHostCompiler, HostCompileError and EmulationError of `jitmoe.emulate`.
     """
-    wants = (activation, routed_scaling_factor, apply_router_weight_on_input, first_expert)
+    wants = (
+        *(activation, routed_scaling_factor, apply_router_weight_on_input),
+        *(first_expert, batch_invariant),
+    )
     if backend != "cuda":
         _check_emulated(backend, stream, workspace)
         return _emulated(x, topk_ids, topk_weights, weights, out, expert_counts, plan, wants)
@@ -242,6 +249,7 @@ def warmup(
     *,
     activation: Activation | str = "swiglu",
     apply_router_weight_on_input: bool = False,
+    batch_invariant: bool = False,
     workspace: Workspace | None = None,
     stream=None,
 ) -> list[Kernel]:
@@ -250,9 +258,9 @@ def warmup(
 
     After it such calls allocate and compile nothing, so they may be captured into a CUDA graph at
     once. `workspace` and `stream` must be those of the calls (default: CuPy's current stream and
-    its implicit workspace), and so must `apply_router_weight_on_input` and the kind of
-    `activation`; its numbers and other arguments need no other kernels. Returns the kernels. Raises
-    TypeError for weights in NumPy arrays.
+    its implicit workspace), and so must `apply_router_weight_on_input`, `batch_invariant` and the
+    kind of `activation`; its numbers and other arguments need no other kernels. Returns the
+    kernels. Raises TypeError for weights in NumPy arrays.
     """
     view(weights.tensors[0], "w13")  # refuses NumPy's
     weights.problem(num_tokens, top_k)
@@ -261,6 +269,7 @@ def warmup(
     variant = Variant(
         activation,
         apply_router_weight_on_input=apply_router_weight_on_input,
+        batch_invariant=batch_invariant,
         **weights.variant_fields,
     )
     edges = bucket_edges(weights, num_tokens, top_k)

@@ -30,6 +30,7 @@ def trace(
     routed_scaling_factor: float = 1.0,
     apply_router_weight_on_input: bool = False,
     first_expert: int = 0,
+    batch_invariant: bool = False,
     out=None,
     stream=None,
     plan: MegaMoePlan | None = None,
@@ -60,6 +61,7 @@ def trace(
         "routed_scaling_factor": routed_scaling_factor,
         "apply_router_weight_on_input": apply_router_weight_on_input,
         "first_expert": first_expert,
+        "batch_invariant": batch_invariant,
     }
     variant = Variant(**wants, **weights.variant_fields)
     plan = find_plan(weights, fit.num_tokens, fit.top_k, variant, plan)

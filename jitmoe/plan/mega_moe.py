@@ -43,6 +43,7 @@ class MegaMoePlan(Plan):
     activation: str = "swiglu"
     up_first: bool = False
     weight_on_input: bool = False
+    batch_invariant: bool = False  # a token's sums do not depend on how many tiles there are
     interleaved: bool = False
     has_bias: bool = False
     format: str = "fp8_block"

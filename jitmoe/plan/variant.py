@@ -132,15 +132,16 @@ class Variant:
     routed_scaling_factor: float = 1.0
     apply_router_weight_on_input: bool = False
     first_expert: int = 0
+    batch_invariant: bool = False
     gate_up: str = "gate_first"
     has_bias: bool = False
 
     def __post_init__(self):
-        factor, on_input = self.routed_scaling_factor, self.apply_router_weight_on_input
-        if not isinstance(on_input, bool):
-            raise TypeError(
-                f"apply_router_weight_on_input must be True or False, got {on_input!r}; pass a bool"
-            )
+        factor = self.routed_scaling_factor
+        for name in ("apply_router_weight_on_input", "batch_invariant"):
+            got = getattr(self, name)
+            if not isinstance(got, bool):
+                raise TypeError(f"{name} must be True or False, got {got!r}; pass a bool")
         check_first_expert(self.first_expert)
         check_gate_up(self.gate_up)
         object.__setattr__(self, "activation", Activation.of(self.activation))
@@ -156,6 +157,7 @@ class Variant:
             "weight_on_input": self.apply_router_weight_on_input,
             "interleaved": self.gate_up == "interleaved",
             "has_bias": self.has_bias,
+            "batch_invariant": self.batch_invariant,
         }
 
     def scalars(self, format: str) -> dict[str, float | int]:

@@ -17,12 +17,13 @@ constexpr u32 kTaskConsumers = 1 + (kSplitTokens ? 1 : kNumGatherWarps * kWarpTh
 // is read once. 16 x 128 tokens of hidden 7168 are 15 MB. Guess.
 constexpr u32 kUnitBlocks = 16;
 
-// Decode: where a GEMM has so few tiles that CTAs would have nothing to do, its tiles are tasks in parts along k.
+// Decode: where a GEMM has so few tiles that CTAs would have nothing to do, its tiles are tasks in parts along k. Sums
+// of parts are rounded otherwise than one sum, and nothing else that rounds depends on the batch.
 DEVICE u32 num_parts(const Smem& smem, u32 phase) {
     constexpr u32 kLeast = 16;  // k-blocks of a part: joining takes as long as several
     const u32 num_tiles = smem.block_start[kNumExperts] * (phase == kGemm1 ? kNumTiles1 : kNumTiles2);
     const u32 most = (phase == kGemm1 ? kNumKBlocks1 : kNumKBlocks2) / kLeast;
-    if (kSplitTokens || 2 * num_tiles > num_blocks() || num_tiles == 0 || most == 0) return 1;
+    if (kSplitTokens || kBatchInvariant || 2 * num_tiles > num_blocks() || num_tiles == 0 || most == 0) return 1;
     return min_of(num_blocks() / num_tiles, most);
 }
 

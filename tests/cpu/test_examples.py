@@ -41,7 +41,13 @@ def test_plan_and_render():
     assert "decode" in text and "prefill" in text and 'extern "C"' in text
 
 
-@pytest.mark.parametrize("name", ["02_first_layer", "05_torch", "06_transformers"])
+def test_shared_expert():
+    assert "6 routed experts and one shared" in run(ROOT / "examples/07_shared_expert.py")
+
+
+@pytest.mark.parametrize(
+    "name", ["02_first_layer", "05_torch", "06_transformers", "08_transformers_speed"]
+)
 def test_examples_say_that_they_need_a_gpu(name):
     text = run(ROOT / f"examples/{name}.py", CUDA_VISIBLE_DEVICES="")
     assert "no GPU here" in text or "no PyTorch" in text
@@ -156,7 +162,7 @@ def test_snippets_use_what_exists(snippet):
             module = __import__(node.module, fromlist=["x"])
             for alias in node.names:
                 if node.module == "jitmoe.integrations":
-                    pytest.importorskip(alias.name, reason=f"needs the {alias.name} extra")
+                    pytest.importorskip(alias.name, reason=f"needs {alias.name}")
                 __import__(f"{node.module}.{alias.name}")
                 names[alias.asname or alias.name] = getattr(module, alias.name)
     for name, module in names.items():

@@ -64,6 +64,7 @@ def test_refusals(arguments, error, message):
         ({"first_expert": 1.0}, ValueError, "first_expert must be an integer .*, got 1.0; pass"),
         ({"first_expert": True}, ValueError, "first_expert must be an integer .*, got True; pa"),
         ({"apply_router_weight_on_input": 1}, TypeError, "must be True or False, got 1; pass a b"),
+        ({"batch_invariant": None}, TypeError, "batch_invariant must be True or False, got None; "),
     ],
 )
 def test_variants_refuse(arguments, error, message):

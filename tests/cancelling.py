@@ -1,0 +1,19 @@
+"""A layer whose gate and up are rounding errors, as halves of hidden cancel: bits tell how sums
+were cut. In two parts the sums of the halves are exactly opposite, and y is zero.
+"""
+
+HIDDEN = 4096  # two parts of 16 k-blocks
+
+
+def cancel(codes_of_rows, scales_of_rows):
+    """Weights in e4m3: the second half of hidden becomes the first with the other sign."""
+    half, blocks = codes_of_rows.shape[-1] // 2, scales_of_rows.shape[-1] // 2
+    codes_of_rows[..., half:] = codes_of_rows[..., :half] ^ 0x80
+    scales_of_rows[..., blocks:] = scales_of_rows[..., :blocks]
+
+
+def repeat(codes, scales):
+    """Tokens: the second half of hidden becomes the first."""
+    half, blocks = codes.shape[-1] // 2, scales.shape[-1] // 2
+    codes[..., half:] = codes[..., :half]
+    scales[..., blocks:] = scales[..., :blocks]

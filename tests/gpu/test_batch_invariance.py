@@ -1,0 +1,61 @@
+"""batch_invariant=True on a GPU: a token's bits are those of any batch."""
+
+import pytest
+from cancelling import HIDDEN, cancel, repeat
+
+from jitmoe import ExpertWeights, reference
+from jitmoe.fp8 import quantize_tokens
+
+EXPERTS, INTERMEDIATE, TOP_K = 64, 256, 2
+BATCHES = (5, 60, 300, 3000, 5000)  # decode in parts and whole, sorted together; prefill
+
+
+def rows_of(call, num_tokens):
+    return call._replace(
+        tokens=reference.Tokens(*(part[:num_tokens] for part in call.tokens)),
+        codes=call.codes[:num_tokens],
+        scale=None if call.scale is None else call.scale[:num_tokens],
+    )
+
+
+@pytest.mark.parametrize("format", ["fp8_block", "bf16"])
+@pytest.mark.parametrize("x_is_fp8", [True, False])
+def test_random_layer(make_layer, make_call, workspace, format, x_is_fp8):
+    if format == "bf16" and x_is_fp8:
+        pytest.skip("experts in bf16 take tokens in bf16")
+    whole = make_call(make_layer(EXPERTS, HIDDEN, INTERMEDIATE, format=format), 5000, TOP_K)
+    alone = None
+    for num_tokens in (1, *BATCHES):
+        call = rows_of(whole, num_tokens)
+        x = call.fp8 if x_is_fp8 else call.bf16
+        y = call.run(x, workspace, batch_invariant=True)
+        alone = y[:1].copy() if alone is None else alone
+        assert (y[:1] == alone).all(), num_tokens
+
+
+def test_sums_that_cancel(make_layer, make_call, workspace):
+    """Every rounding shows; by default the first batch differs, for its tiles are in parts."""
+    import cupy
+
+    layer = make_layer(EXPERTS, HIDDEN, INTERMEDIATE)
+    codes = reference.Layer(*(part.copy() for part in layer.codes))
+    cancel(codes.w13, codes.w13_scale)
+    weights = ExpertWeights(codes.w13, codes.w2, codes.w13_scale, codes.w2_scale)
+    layer = layer._replace(codes=codes, weights=weights)
+    whole = make_call(layer, 5000, TOP_K)
+    x_codes, scale = quantize_tokens(whole.tokens.x, cupy)
+    repeat(x_codes, scale)
+    whole = whole._replace(codes=x_codes, scale=scale)
+    runs = {
+        batch_invariant: [
+            (call := rows_of(whole, n)).run(call.fp8, workspace, batch_invariant=batch_invariant)
+            for n in (1, *BATCHES)
+        ]
+        for batch_invariant in (True, False)
+    }
+    alone = runs[True][0]
+    assert (alone & 0x7FFF).any()
+    for y in runs[True]:
+        assert (y[:1] == alone).all()
+    assert not (runs[False][0] & 0x7FFF).any(), "opposite parts"
+    assert (runs[False][-1][:1] == alone).all()
