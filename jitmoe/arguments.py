@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from jitmoe.plan.problem import QUANT_GROUP
+from jitmoe.plan.scales import token_strides
 from jitmoe.run.arrays import Layout, check_array, check_contiguous, check_rows, signer, view
 from jitmoe.weights import ExpertWeights
 
@@ -25,6 +25,14 @@ class Fit:
     out: Layout | None
     num_tokens: int
     top_k: int
+
+    @property
+    def x_scale_strides(self) -> tuple[int, int]:
+        """In elements, from token to token and from group to group of 128 channels."""
+        if self.x_scale is None:
+            return 0, 0
+        shape, strides = self.x_scale.shape, self.x_scale.strides
+        return token_strides(shape, strides, self.num_tokens, self.x.shape[1])
 
 
 def split_x(x) -> tuple:
@@ -146,9 +154,8 @@ def _check(x, scale, ids, router, out, weights: ExpertWeights) -> tuple[int, int
             "elements apart; copy it"
         )
     if scale is not None:
-        remedy = "pass one scale for each token and 128 channels"
-        groups = hidden // QUANT_GROUP
-        check_array(scale, "x_scale", (num_tokens, groups), ("f32",), device, remedy)
+        check_array(scale, "x_scale", scale.shape, ("f32",), device, "")
+        token_strides(scale.shape, scale.strides, num_tokens, hidden)
     remedy = "pass a row of expert numbers for each row of x"
     check_array(ids, "topk_ids", (num_tokens, None), ("i32", "i64"), device, remedy)
     top_k = ids.shape[1]

@@ -22,7 +22,9 @@ Activation = Annotated[
         help="swiglu, swiglu_clamped, swiglu_oai, geglu_tanh or geglu_erf; default: the model's."
     ),
 ]
-Format = Annotated[str, typer.Option(help="Of weights and activations: fp8_block or bf16.")]
+Format = Annotated[
+    str, typer.Option(help="Of the weights: fp8_block, fp8_channel, fp8_tensor or bf16.")
+]
 GateUp = Annotated[
     str, typer.Option(help="Order of rows in w13: gate_first, up_first or interleaved.")
 ]

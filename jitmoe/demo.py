@@ -113,7 +113,7 @@ def emulated_error(
     given = x if x_scale is None else (x, x_scale)
     y = emulated(given, tokens.topk_ids, tokens.topk_weights, variant)
     inputs = (x, x_scale, tokens.topk_ids, tokens.topk_weights, *layer)
-    ref = reference.mega_moe(*inputs, requantize=True, **vars(variant))
+    ref = reference.mega_moe(*inputs, requantize=True, **variant.formula)
     return reference.relative_error(y, ref)
 
 

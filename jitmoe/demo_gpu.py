@@ -47,7 +47,7 @@ def demo_on_gpu(
     passes = []
     for num_tokens in counts:
         sized = replace(layer, num_tokens=num_tokens)
-        for kind in ("fp8", "bf16") if format == "fp8_block" else ("bf16",):
+        for kind in ("fp8", "bf16") if format != "bf16" else ("bf16",):
             passes.append(_measure(console, sized, shape.activation, gpu, kind, weights, first))
     from jitmoe.demo import verdict
 

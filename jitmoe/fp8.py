@@ -85,40 +85,59 @@ def to_float(array, dtype, xp=np):
     return array.astype(dtype)
 
 
-def quantize_tokens(x, xp=np):
+def decode_e8m0(codes, xp=np):
+    """e8m0 (any 1-byte dtype), powers of two from 2**-127 on, to float32 of the same shape. Exact;
+    0xFF is NaN.
+    """
+    codes = codes.view(xp.uint8).astype(xp.uint32)
+    bits = xp.where(codes == 0, 1 << 22, xp.where(codes == 0xFF, 0x7FC00000, codes << 23))
+    return bits.astype(xp.uint32).view(xp.float32)
+
+
+def quantize_tokens(x, xp=np, scales="group"):
     """Quantise rows in groups of 128 channels; a last group may be narrower.
 
     x        [num_tokens, channels] float or bf16 bits, finite
-    returns  codes uint8 [num_tokens, channels], scale f32 [num_tokens, ceil(channels / 128)]
+    scales   "group", or "token" or "tensor": one group is as wide as a row, or all of x
+    returns  codes uint8 [num_tokens, channels], scale f32 [num_tokens, ceil(channels / 128)],
+             [num_tokens, 1] or [1]
 
     All in float32, with amax = max(|x|) over the group, but at least 1e-10:
 
         scale = amax * f32(1 / 448)
         code  = e4m3(x * (448 / amax))          to nearest even, saturating
     """
-    return _quantize(x, 1, xp)
+    num_tokens, channels = x.shape
+    if scales == "tensor" and num_tokens:
+        codes, scale = _quantize(x, num_tokens, channels, xp)
+        return codes, scale.reshape(1)
+    return _quantize(x, 1, QUANT_GROUP if scales == "group" else channels, xp)
 
 
-def quantize_weights(w, xp=np):
+def quantize_weights(w, xp=np, scales="block"):
     """Quantise matrices in blocks of 128 x 128 by the rule of `quantize_tokens`.
 
     w        [..., rows, cols] float or bf16 bits, finite
-    returns  codes uint8 [..., rows, cols], scale f32 [..., ceil(rows / 128), ceil(cols / 128)]
+    scales   "block", or "channel" or "tensor": a block is a row, or a matrix
+    returns  codes uint8 [..., rows, cols], scale f32 [..., ceil(rows / 128), ceil(cols / 128)],
+             [..., rows, 1] or [..., 1, 1]
 
     The last blocks of a matrix may be smaller.
     """
-    return _quantize(w, QUANT_GROUP, xp)
+    *_, rows, cols = w.shape
+    blocks = {"block": (QUANT_GROUP, QUANT_GROUP), "channel": (1, cols), "tensor": (rows, cols)}
+    return _quantize(w, *blocks[scales], xp)
 
 
-def _quantize(x, block_rows, xp):
+def _quantize(x, block_rows, block_cols, xp):
     x = to_float(x, xp.float32, xp)
     *lead, rows, cols = x.shape
-    row_blocks, col_blocks = ceil_div(rows, block_rows), ceil_div(cols, QUANT_GROUP)
+    row_blocks, col_blocks = ceil_div(rows, block_rows), ceil_div(cols, block_cols)
     if x.size == 0:  # a maximum over nothing is an error
         return xp.zeros(x.shape, xp.uint8), xp.zeros((*lead, row_blocks, col_blocks), xp.float32)
-    padded = xp.zeros((*lead, row_blocks * block_rows, col_blocks * QUANT_GROUP), xp.float32)
+    padded = xp.zeros((*lead, row_blocks * block_rows, col_blocks * block_cols), xp.float32)
     padded[..., :rows, :cols] = x
-    blocks = padded.reshape(*lead, row_blocks, block_rows, col_blocks, QUANT_GROUP)
+    blocks = padded.reshape(*lead, row_blocks, block_rows, col_blocks, block_cols)
     amax = xp.maximum(xp.abs(blocks).max(axis=(-3, -1), keepdims=True), xp.float32(MIN_AMAX))
     codes = encode_e4m3(blocks * (xp.float32(E4M3_MAX) / amax), xp).reshape(padded.shape)
     scale = (amax * xp.float32(1 / E4M3_MAX)).reshape(*lead, row_blocks, col_blocks)
@@ -126,24 +145,34 @@ def _quantize(x, block_rows, xp):
 
 
 def dequantize_tokens(codes, scale, xp=np):
-    """e4m3 [num_tokens, channels] times scale [num_tokens, ceil(channels / 128)], in float64.
+    """e4m3 [num_tokens, channels] times scale [num_tokens, ceil(channels / 128)], [num_tokens],
+    [num_tokens, 1], [1] or [], in float64.
 
     Raises ValueError if the shapes do not fit each other.
     """
     return _dequantize(codes, scale, 1, xp)
 
 
-def dequantize_weights(codes, scale, xp=np):
-    """e4m3 [rows, cols] times scale [ceil(rows / 128), ceil(cols / 128)], in float64.
+def dequantize_weights(codes, scale, xp=np, halves_alternate=False):
+    """e4m3 [rows, cols] times scale [ceil(rows / 128), ceil(cols / 128)], [rows], [rows, 1], [],
+    [1] or [1, 1], in float64; or [2] or [2, 1] of the two halves of rows, unless these are blocks;
+    or, where halves alternate, of even and odd rows.
 
     Raises ValueError if the shapes do not fit each other.
     """
+    rows, cols = codes.shape
+    is_block = scale.shape == (ceil_div(rows, QUANT_GROUP), ceil_div(cols, QUANT_GROUP))
+    if scale.shape in ((2,), (2, 1)) and rows % 2 == 0 and not is_block:
+        spread = xp.tile if halves_alternate else xp.repeat
+        scale = spread(scale.reshape(2), rows // 2)
     return _dequantize(codes, scale, QUANT_GROUP, xp)
 
 
 def _dequantize(codes, scale, block_rows, xp):
     rows, cols = codes.shape
     expected = (ceil_div(rows, block_rows), ceil_div(cols, QUANT_GROUP))
+    if scale.shape != expected and scale.shape in ((rows,), (rows, 1), (), (1,), (1, 1)):
+        return decode_e4m3(codes, xp) * scale.astype(xp.float64).reshape(-1, 1)
     if scale.shape != expected:
         raise ValueError(
             f"the scale of {rows} x {cols} codes must have shape {expected}, got {scale.shape}; "

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from jitmoe.arguments import Fit, check_call, read_call, split_x
 from jitmoe.plan.mega_moe import MegaMoePlan
 from jitmoe.plan.spread import stride
-from jitmoe.plan.variant import DEFAULT, Activation, Variant
+from jitmoe.plan.variant import Activation, Variant
 from jitmoe.planned import bucket_edges, find_plan
 from jitmoe.prepare import prepare
 from jitmoe.run import arrays
@@ -48,8 +48,9 @@ def mega_moe(
     and y are rounded to bf16.
 
     x             [num_tokens, hidden] bf16 (FP8 weights: quantised inside per token and 128
-                  channels), or, for FP8 weights, a pair of e4m3 [num_tokens, hidden] and f32 scales
-                  [num_tokens, hidden / 128]
+                  channels), or, for FP8 weights, a pair of e4m3 [num_tokens, hidden] and f32
+                  scales: [num_tokens, hidden / 128], one for each token [num_tokens] or
+                  [num_tokens, 1], or one for all [1] or []
     topk_ids      [num_tokens, top_k] int32 or int64; an id outside [first_expert, first_expert +
                   num_experts) is an unused slot
     topk_weights  [num_tokens, top_k] f32 or bf16
@@ -184,8 +185,7 @@ def _make_ready(
         workspace.status_address,
         *weights.bias_fields,
         fit.x.strides[0] * (2 if x_is_bf16 else 1),
-        0 if x_is_bf16 else fit.x_scale.strides[0],
-        0 if x_is_bf16 else fit.x_scale.strides[1],
+        *fit.x_scale_strides,
         *prepared.scale_strides,
         weights.hidden if fit.out is None else fit.out.strides[0],
         fit.num_tokens,
@@ -239,7 +239,8 @@ def workspace_bytes(weights: ExpertWeights, num_tokens: int, top_k: int) -> int:
     these weights; on an H200, if they are NumPy arrays.
     """
     weights.problem(num_tokens, top_k)  # refuses sizes there is no kernel for
-    return find_plan(weights, num_tokens, top_k, DEFAULT).workspace_bytes(num_tokens)
+    plan = find_plan(weights, num_tokens, top_k, Variant(**weights.variant_fields))
+    return plan.workspace_bytes(num_tokens)
 
 
 def warmup(

@@ -67,7 +67,7 @@ def launch(
     rows = _unsigned(x)
     if x_scale is not None:
         # The emulator's memory begins where an array does.
-        rows = rows, x_scale if min(x_scale.strides) >= 0 else x_scale.copy()
+        rows = rows, x_scale if min(x_scale.strides, default=0) >= 0 else x_scale.copy()
     y = emulated(rows, topk_ids, _float_bits(topk_weights), variant, timeout_s=TIMEOUT_S)
     _unsigned(out)[...] = y
     return emulated

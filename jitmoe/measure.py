@@ -9,6 +9,7 @@ from typing import NamedTuple
 from jitmoe import reference
 from jitmoe.fp8 import encode_bf16, quantize_tokens
 from jitmoe.fused import mega_moe
+from jitmoe.plan.formats import FORMATS
 from jitmoe.plan.problem import MoeProblem
 from jitmoe.plan.variant import Activation
 from jitmoe.run.workspace import Workspace
@@ -17,7 +18,8 @@ from jitmoe.weights import ExpertWeights
 MAX_WEIGHT_SETS = 4
 SPARE_BYTES = 6 << 30  # for x, y, the workspace and the oracle
 # Bounds of the relative error: the format's own noise, and rounding where the kernel rounds too.
-EXACT_BOUNDS, REQUANTIZED_BOUND = {"fp8_block": 2.6e-2, "bf16": 5e-3}, 5e-3
+EXACT_BOUNDS = {format: 5e-3 if format == "bf16" else 2.6e-2 for format in FORMATS}
+REQUANTIZED_BOUND = 5e-3
 
 
 class Call(NamedTuple):

@@ -58,7 +58,7 @@ def mega_moe(
 
     x             [num_tokens, hidden] e4m3; or float or bf16 bits, with x_scale None, which
                   `quantize_tokens` then quantises, unless weights are bf16
-    x_scale       [num_tokens, hidden/128]
+    x_scale       [num_tokens, hidden/128], [num_tokens], [num_tokens, 1], [1] or []
     topk_ids      [num_tokens, top_k] integers; a slot whose e is outside [0, num_experts) is unused
                   and its weight is not looked at; an expert that a token names twice counts twice
     topk_weights  [num_tokens, top_k] float or bf16 bits
@@ -67,9 +67,11 @@ def mega_moe(
                   gate_up="interleaved"
     w13_scale     [num_experts, ceil(2*intermediate/128), hidden/128] by absolute row: unless
                   intermediate is a multiple of 128, one block holds the end of the first half and
-                  the start of the second; of interleaved rows, 64 of each
+                  the start of the second; of interleaved rows, 64 of each. Or of channels
+                  [num_experts, 2*intermediate], experts [num_experts], or gate and up, in the order
+                  of rows, [num_experts, 2], each with trailing ones or not
     w2            [num_experts, hidden, intermediate] as w13
-    w2_scale      [num_experts, hidden/128, ceil(intermediate/128)]
+    w2_scale      [num_experts, hidden/128, ceil(intermediate/128)], or as w13_scale
     w13_bias      None or [num_experts, 2*intermediate] float or bf16 bits, in the order of rows
     w2_bias       None or [num_experts, hidden]
     returns       float64 [num_tokens, hidden], before the rounding to bf16
@@ -102,9 +104,11 @@ def mega_moe(
         if tokens.size == 0:
             continue
         if is_fp8:
-            w13_e = dequantize_weights(w13[expert], w13_scale[expert], xp)
+            alternate = gate_up == "interleaved"
+            w13_e = dequantize_weights(w13[expert], w13_scale[expert], xp, alternate)
             w2_e = dequantize_weights(w2[expert], w2_scale[expert], xp)
-            x_e = dequantize_tokens(x[tokens], x_scale[tokens], xp)
+            scales = x_scale if x_scale.size == 1 else x_scale[tokens]
+            x_e = dequantize_tokens(x[tokens], scales, xp)
         else:
             x_e, w13_e, w2_e = (
                 to_float(part, xp.float64, xp) for part in (x[tokens], w13[expert], w2[expert])
@@ -213,18 +217,19 @@ def random_layer(
     numbers from one seed.
     """
     rng = xp.random.default_rng(seed)
-    codes, scales = ([], []), ([], [])  # of w13 and of w2
+    codes, factors = ([], []), ([], [])  # of w13 and of w2
     for _ in range(num_experts):
         for idx, (rows, cols) in enumerate(((2 * intermediate, hidden), (hidden, intermediate))):
             w = rng.standard_normal((rows, cols), dtype=xp.float32) * xp.float32(cols**-0.5)
             _enlarge_channels(w, outliers, rng, xp)
-            if not format_of(format).quantizes:
+            scales = format_of(format).scales
+            if scales is None:
                 codes[idx].append(encode_bf16(w, xp))
                 continue
-            expert_codes, expert_scales = quantize_weights(w, xp)
+            expert_codes, expert_factors = quantize_weights(w, xp, scales)
             codes[idx].append(expert_codes)
-            scales[idx].append(expert_scales)
-    stacked = (parts[idx] for idx in (0, 1) for parts in (codes, scales))
+            factors[idx].append(expert_factors)
+    stacked = (parts[idx] for idx in (0, 1) for parts in (codes, factors))
     return Layer(*(xp.stack(part) if part else None for part in stacked))
 
 

@@ -1,18 +1,21 @@
-"""ExpertWeights: checkpoint tensors as the kernel takes them. Nothing is copied."""
+"""ExpertWeights: checkpoint tensors as the kernel takes them, none copied but scales in e8m0."""
 
 from __future__ import annotations
 
 from functools import cached_property
+from math import prod
 
 import numpy as np
 
-from jitmoe.plan.formats import format_of
-from jitmoe.plan.problem import QUANT_GROUP, MoeProblem
+from jitmoe.plan.formats import SCALES, format_of
+from jitmoe.plan.problem import MoeProblem
+from jitmoe.plan.scales import check_scales, kind_of, weight_strides
 from jitmoe.plan.variant import check_gate_up
 from jitmoe.run.arrays import HOST, check_array, check_dense, check_rows, host_view, view
+from jitmoe.weight_scales import read_scale
 
-# By format, what w13 and w2 may be.
-_DTYPES = {"fp8_block": ("e4m3", "u8"), "bf16": ("bf16", "u16")}
+# What w13 and w2 may be, with scales and without.
+_FP8, _BF16 = ("e4m3", "u8"), ("bf16", "u16")
 
 
 class Memo(dict):
@@ -29,20 +32,29 @@ class Memo(dict):
 
 
 class ExpertWeights:
-    """Views of the experts' weights, block-quantised FP8 or bf16, validated once.
+    """Views of the experts' weights, FP8 or bf16, validated once.
 
     w13        [num_experts, 2 * intermediate, hidden] e4m3 or bf16 (or uint8 or uint16 of the same
                bits): gate rows first, then up, or as gate_up says
     w2         [num_experts, hidden, intermediate] of the same dtype
-    w13_scale  [num_experts, ceil(2 * intermediate / 128), hidden / 128] f32: block scales, value =
-               code * scale; None for bf16
-    w2_scale   [num_experts, hidden / 128, ceil(intermediate / 128)] f32; None for bf16
+    w13_scale  None for bf16; for FP8 f32, value = code * scale: for each block of 128 x 128
+               weights, [num_experts, ceil(2 * intermediate / 128), hidden / 128]; for each output
+               channel, [num_experts, 2 * intermediate] or with a trailing 1; for each expert,
+               [num_experts] or with trailing ones; or for gate and up, in the order of w13's rows,
+               [num_experts, 2] or with a trailing 1
+    w2_scale   of the same kind: [num_experts, hidden / 128, ceil(intermediate / 128)];
+               [num_experts, hidden]; or [num_experts], the latter two also with trailing ones
     w13_bias   [num_experts, 2 * intermediate] bf16 (or uint16 of the same bits) or f32: added to
                gate and up, in the order of w13's rows
     w2_bias    [num_experts, hidden] of the same dtype: added to what an expert gives. Both or none:
                zeros stand for one that is missing
     gate_up    "gate_first", "up_first" or "interleaved" (gate, up, gate, up, ...): the order of
-               rows in w13 and w13_bias. Blocks of w13_scale are of 128 rows as they lie
+               rows in w13, w13_bias and w13_scale, whose blocks are of 128 rows as they lie
+    scales     "block", "channel" or "tensor": the kind of both (default: by their shapes, "block"
+               where those of a tiny layer fit two)
+
+    Scales may be in e8m0 too (or uint8 of the same bits): a copy of them in f32 is made here, which
+    waits for the GPU, and later writes to them are not seen. All else is used in place.
 
     CuPy arrays, PyTorch tensors or anything that speaks `__cuda_array_interface__` or DLPack. Rows
     must be dense and start at multiples of 16 bytes; rows and experts may be strided. NumPy arrays
@@ -50,7 +62,7 @@ class ExpertWeights:
     another host array or a mixture and ValueError, one sentence, for shapes, dtypes, strides or
     devices that do not fit.
 
-    `format` is "fp8_block" or "bf16".
+    `format` is "fp8_block", "fp8_channel", "fp8_tensor" or "bf16".
     """
 
     def __init__(
@@ -63,15 +75,17 @@ class ExpertWeights:
         w13_bias=None,
         w2_bias=None,
         gate_up: str = "gate_first",
+        scales: str | None = None,
     ):
         check_gate_up(gate_up)
+        check_scales("block" if scales is None else scales)
         self.gate_up = gate_up
         read = host_view if isinstance(w13, np.ndarray) else view
         self.w13, self.w2 = read(w13, "w13"), read(w2, "w2")
-        self.w13_scale = None if w13_scale is None else read(w13_scale, "w13_scale")
-        self.w2_scale = None if w2_scale is None else read(w2_scale, "w2_scale")
-        self.format = self._find_format()
-        self.tensors = (w13, w2, w13_scale, w2_scale)  # as given: they keep the memory alive
+        w13_scale, self.w13_scale = read_scale(w13_scale, "w13_scale", read)
+        w2_scale, self.w2_scale = read_scale(w2_scale, "w2_scale", read)
+        self.tensors = (w13, w2, w13_scale, w2_scale)  # they keep the memory alive
+        self.format = self._find_format(scales)
         if len(self.w13.shape) != 3 or self.w13.shape[1] % 2:
             raise ValueError(
                 "w13 must have shape [num_experts, 2 * intermediate, hidden], "
@@ -82,12 +96,13 @@ class ExpertWeights:
         self.device = self.w13.device
         self.problem(0, 1)  # refuses sizes there is no kernel for
         e, h, i = self.num_experts, self.hidden, self.intermediate
+        dtypes = _BF16 if self.format == "bf16" else _FP8
         for name, shape in (("w13", (e, rows, h)), ("w2", (e, h, i))):
             remedy = "w13 and w2 must be of the same layer: transpose or slice one of them"
-            check_array(getattr(self, name), name, shape, _DTYPES[self.format], self.device, remedy)
+            check_array(getattr(self, name), name, shape, dtypes, self.device, remedy)
             check_rows(getattr(self, name), name, 16 // format_of(self.format).element_bytes)
-        if self.format == "fp8_block":
-            self._check_block_scales()
+        if self.format != "bf16":
+            self.format = f"fp8_{self._find_kind_of_scales(scales)}"
         self.bias_tensors = (w13_bias, w2_bias)
         self.has_bias = w13_bias is not None or w2_bias is not None
         if self.has_bias:
@@ -96,18 +111,19 @@ class ExpertWeights:
         # by their signatures, arguments that were found right.
         self.memo, self.calls = Memo(256), Memo(1024)
 
-    def _find_format(self) -> str:
-        """By dtype and scales. Raises ValueError for what is no format."""
+    def _find_format(self, kind: str | None) -> str:
+        """By dtype, of whatever scales there are. Raises ValueError for what is no format."""
         scales = {"w13_scale": self.w13_scale, "w2_scale": self.w2_scale}
         given = [name for name, scale in scales.items() if scale is not None]
-        if self.w13.dtype in _DTYPES["bf16"]:
+        if self.w13.dtype in _BF16:
+            given += ["scales"] * (kind is not None)
             if given:
                 raise ValueError(
                     f"w13 is {self.w13.dtype}, bf16 takes no scales, got {' and '.join(given)}; "
                     "leave them out"
                 )
             return "bf16"
-        if self.w13.dtype not in _DTYPES["fp8_block"]:
+        if self.w13.dtype not in _FP8:
             raise ValueError(
                 "w13 must have dtype e4m3 or u8 with scales, or bf16 or u16 without, got "
                 f"{self.w13.dtype}; convert or view it"
@@ -119,17 +135,17 @@ class ExpertWeights:
             )
         return "fp8_block"
 
-    def _check_block_scales(self) -> None:
-        e, rows, h = self.w13.shape
-        i = self.intermediate
-        blocks_13, blocks_h, blocks_i = (-(-n // QUANT_GROUP) for n in (rows, h, i))
-        for name, blocks in (
-            ("w13_scale", (e, blocks_13, blocks_h)),
-            ("w2_scale", (e, blocks_h, blocks_i)),
-        ):
-            remedy = "pass one scale for each block of 128 x 128, counting those cut off at an end"
-            check_array(getattr(self, name), name, blocks, ("f32",), self.device, remedy)
-            check_dense(getattr(self, name), name)
+    def _find_kind_of_scales(self, said: str | None) -> str:
+        scales = {"w13_scale": self.w13_scale, "w2_scale": self.w2_scale}
+        for name, scale in scales.items():
+            check_array(scale, name, scale.shape, ("f32", "e8m0", "u8"), self.device, "")
+        sizes = self.num_experts, self.hidden, self.intermediate
+        kinds = SCALES if said is None else (said,)
+        kind = kind_of(*(scale.shape for scale in scales.values()), *sizes, kinds)
+        if kind == "block":
+            for name, scale in scales.items():
+                check_dense(scale, name)
+        return kind
 
     def problem(self, num_tokens: int, top_k: int) -> MoeProblem:
         """A call's sizes. Raises ValueError for those there is no kernel for."""
@@ -181,7 +197,9 @@ class ExpertWeights:
     @cached_property
     def num_bytes(self) -> int:
         """Bytes of weights and scales."""
-        return self.num_experts * self.problem(0, 1).expert_bytes
+        weights = 3 * self.num_experts * self.hidden * self.intermediate
+        scales = sum(prod(s.shape) for s in (self.w13_scale, self.w2_scale) if s is not None)
+        return format_of(self.format).element_bytes * weights + 4 * scales
 
     @cached_property
     def scale_addresses(self) -> tuple[int, int]:
@@ -190,6 +208,7 @@ class ExpertWeights:
 
     @cached_property
     def scale_strides(self) -> tuple[int, ...]:
-        """In elements, from expert to expert and from row to row of w13_scale and w2_scale."""
-        strides = [(0, 0) if s is None else s.strides for s in (self.w13_scale, self.w2_scale)]
-        return *(s[0] for s in strides), *(s[1] for s in strides)
+        """In elements: the values of `jitmoe.plan.scales.weight_strides`."""
+        kind, interleaved = format_of(self.format).scales, self.gate_up == "interleaved"
+        scales = self.w13_scale, self.w2_scale
+        return tuple(weight_strides(kind, *scales, self.intermediate, interleaved).values())

@@ -179,7 +179,8 @@ class Case:
 def _case(bucket: str, sizes: tuple[int, ...], tokens, routing="unused", **changes) -> Case:
     names = ("num_blocks", "overlap", "small_parts", "schedules")
     options = {name: changes.pop(name) for name in names if name in changes}
-    plan = plans_of_model(MoeProblem(1, *sizes), GPUS["h200"])[bucket]
+    problem = MoeProblem(1, *sizes, changes.pop("format", "fp8_block"))
+    plan = plans_of_model(problem, GPUS["h200"])[bucket]
     return Case(dataclasses.replace(plan, num_stages=3, **changes), tokens, routing, **options)
 
 
@@ -199,14 +200,19 @@ CASES = (
     _case("decode", (384, 48, 8, 4), (3, 68, 6), num_blocks=3, overlap=True),
     _case("prefill", (640, 256, 3, 2), (5, 20, 9), overlap=True),
     _case("decode", (384, 80, 33, 3), (130, 3)),
-    _case("prefill", (256, 208, 2, 2), (140, 133, 30)),
+    _case("prefill", (256, 208, 2, 2), (140, 133, 30), "hot_expert"),
     _case("prefill", (128, 48, 33, 32), (140,), "hot_expert", num_blocks=1),
     _case(
         *("decode", (512, 208, 8, 2), (5, 12), "one_expert"),
         **{"num_blocks": 6, "overlap": True, "small_parts": True, "has_bias": True},
     ),
+    # Rows of bf16 that end inside a k-block; tiles that take tokens of their expert along.
+    _case("decode", (144, 208, 3, 2), (5, 40, 12), overlap=True, format="bf16"),
+    _case("prefill", (272, 144, 2, 2), (140, 133, 30), "hot_expert", format="bf16"),
     # A block that comes to its first task when others have taken it as an orphan.
     _case("decode", (128, 48, 8, 2), (2, 2, 3), num_blocks=4, overlap=True, schedules=2),
+    _case("decode", (384, 80, 4, 2), (70, 5), format="fp8_channel"),
+    _case("prefill", (256, 144, 2, 2), (120,), format="fp8_channel"),
     # A warp that has fallen behind by a whole grid barrier.
     _case("decode", (128, 48, 100, 2), (8,), num_local_pairs=2, num_blocks=3, schedules=4),
 )
@@ -274,7 +280,14 @@ def all_mutants() -> list[Mutant]:
 @cache
 def layer_of(case: Case) -> reference.Layer:
     plan = case.plan
-    return reference.random_layer(plan.num_experts, plan.hidden, plan.intermediate, seed=0)
+    sizes = plan.num_experts, plan.hidden, plan.intermediate
+    layer = reference.random_layer(*sizes, seed=0, format=plan.format)
+    if plan.format != "fp8_channel":
+        return layer
+    # Channels apart from each other: a wrong scale shows.
+    rng = np.random.default_rng(0)
+    apart = [s * rng.uniform(0.5, 2, s.shape).astype(np.float32) for s in (layer[1], layer[3])]
+    return layer._replace(w13_scale=apart[0], w2_scale=apart[1])
 
 
 @cache
@@ -292,7 +305,7 @@ def launch_of(case: Case, num_tokens: int) -> tuple[reference.Tokens, np.ndarray
     tokens = reference.random_tokens(
         num_tokens, plan.hidden, plan.num_experts, plan.top_k, num_tokens, case.routing
     )
-    x, scale = fp8.quantize_tokens(tokens.x)
+    x, scale = fp8.quantize_tokens(tokens.x) if plan.quantizes else (tokens.x, None)
     inputs = (x, scale, tokens.topk_ids, tokens.topk_weights, *layer_of(case))
     w13_bias, w2_bias = biases_of(case) or (None, None)
     biases = {"w13_bias": w13_bias, "w2_bias": w2_bias}
@@ -305,6 +318,7 @@ def outputs(emulated: EmulatedLayer, case: Case, seed: int) -> Iterator[np.ndarr
     for number, num_tokens in enumerate(case.token_counts):
         tokens, _ = launch_of(case, num_tokens)
         is_bf16 = (number + seed) % 3 == 2 if case.overlap else seed % 2
+        is_bf16 |= not case.plan.quantizes
         x = fp8.encode_bf16(tokens.x) if is_bf16 else fp8.quantize_tokens(tokens.x)
         ids = tokens.topk_ids.astype(np.int64 if (number + seed) % 2 else np.int32)
         calls.append(Call(x, ids, tokens.topk_weights))

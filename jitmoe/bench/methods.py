@@ -17,6 +17,10 @@ from jitmoe.weights import ExpertWeights
 # elements average.
 JITMOE = {
     "fp8_block": Peer("jitmoe", is_block_fp8=True, max_error=3e-2),
+    **{
+        format: Peer("jitmoe", is_block_fp8=False, max_error=3e-2, formats=(format,))
+        for format in ("fp8_channel", "fp8_tensor")
+    },
     "bf16": Peer("jitmoe", is_block_fp8=False, max_error=5e-3, formats=("bf16",)),
 }
 

@@ -12,6 +12,7 @@ from jitmoe.emulate.compile import executable
 from jitmoe.emulate.run import Array, Rank, TensorMap, launch
 from jitmoe.plan.formats import format_of
 from jitmoe.plan.mega_moe import MegaMoePlan
+from jitmoe.plan.scales import token_strides, weight_strides
 from jitmoe.plan.spread import stride
 from jitmoe.plan.variant import DEFAULT, Variant
 from jitmoe.reference import Layer
@@ -143,7 +144,7 @@ class EmulatedLayer:
 
     def _rank(self, call: Call, shared: dict[str, Array]) -> tuple[Rank, np.ndarray]:
         """A launch, and the y that it fills."""
-        plan, layer = self.plan, self.layer
+        plan = self.plan
         x, x_scale = call.x if isinstance(call.x, tuple) else (call.x, None)
         num_tokens = x.shape[0]
         assert num_tokens <= self.max_tokens and x.shape[1] == plan.hidden
@@ -159,12 +160,14 @@ class EmulatedLayer:
         if plan.trace:
             self.rings = np.zeros(plan.trace_rings(self.num_blocks).shape, np.uint32)
             arrays["trace"] = Array(self.rings, writable=True)
+        token, group = 0, 0
+        if x_scale is not None:
+            token, group = token_strides(x_scale.shape, x_scale.strides, *x.shape)
         scalars = {
             "x_stride": x.strides[0] if num_tokens else 0,
-            "x_scale_token_stride": 0 if x_scale is None else x_scale.strides[0] // 4,
-            "x_scale_group_stride": 0 if x_scale is None else x_scale.strides[1] // 4,
-            **_scale_strides("w13_scale", layer.w13_scale),
-            **_scale_strides("w2_scale", layer.w2_scale),
+            "x_scale_token_stride": token // 4,
+            "x_scale_group_stride": group // 4,
+            **self._scale_strides(),
             **self._bias_scalars(),
             "y_stride": plan.hidden,
             "num_tokens": num_tokens,
@@ -179,6 +182,12 @@ class EmulatedLayer:
         }
         late = {n: _span(data) if n.startswith("x") else data for n, data in call.late.items()}
         return Rank(arrays, scalars, self._maps(), self.num_blocks, late), y
+
+    def _scale_strides(self) -> dict[str, int]:
+        plan, kind = self.plan, format_of(self.plan.format).scales
+        scales = self.layer.w13_scale, self.layer.w2_scale
+        strides = weight_strides(kind, *scales, plan.intermediate, plan.interleaved)
+        return {name: stride // 4 for name, stride in strides.items()}
 
     def _maps(self) -> dict[str, TensorMap]:
         plan = self.plan
@@ -207,13 +216,6 @@ class EmulatedLayer:
                     box = (plan.block_k_bytes, rows_of_box)
                     maps[f"{name}_{end}"] = TensorMap(name, (width, rows), (width,), box)
         return maps
-
-
-def _scale_strides(name: str, scale: np.ndarray | None) -> dict[str, int]:
-    return {
-        f"{name}_expert_stride": 0 if scale is None else scale[0].size,
-        f"{name}_row_stride": 0 if scale is None else scale.shape[2],
-    }
 
 
 def _span(array: np.ndarray) -> np.ndarray:

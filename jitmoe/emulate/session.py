@@ -95,9 +95,8 @@ def open_session(
     executable(plan, checked)  # before the weights, which may take long: it may be refused
     layer = reference.random_layer(*sizes, seed=0, format=plan.format)
     call = tokens.x, None, *tokens[1:], *layer
-    options = vars(variant).copy()
-    biases = None
-    if options.pop("has_bias"):
+    options, biases = variant.formula, None
+    if variant.has_bias:
         biases = random_biases(*sizes, seed=2)
         options |= {"w13_bias": biases.w13, "w2_bias": biases.w2}
     ref = reference.mega_moe(*call, requantize=True, **options)

@@ -24,10 +24,10 @@ _SCHEMA = (
     'str backend="cuda", str activation="swiglu", '
     "float? alpha=None, float? limit=None, float? up_offset=None, "
     "float routed_scaling_factor=1.0, bool apply_router_weight_on_input=False, "
-    'int first_expert=0, str gate_up="gate_first"'
+    'int first_expert=0, str gate_up="gate_first", bool batch_invariant=False'
 )
 # From `activation` on: what the operators' defaults stand for.
-_PLAIN = ("swiglu", None, None, None, 1.0, False, 0, "gate_first")
+_PLAIN = ("swiglu", None, None, None, 1.0, False, 0, "gate_first", False)
 
 
 def mega_moe(
@@ -47,21 +47,23 @@ def mega_moe(
     apply_router_weight_on_input: bool = False,
     first_expert: int = 0,
     gate_up: str = "gate_first",
+    batch_invariant: bool = False,
     expert_counts: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     backend: str = "cuda",
 ) -> torch.Tensor:
     """`jitmoe.mega_moe` as a PyTorch operator, on the current stream of the tensors' GPU.
 
-    x             [num_tokens, hidden] bf16, or, for FP8 weights, e4m3 with x_scale f32
-                  [num_tokens, hidden / 128]
+    x             [num_tokens, hidden] bf16, or, for FP8 weights, e4m3 with an x_scale of
+                  `jitmoe.mega_moe`
     topk_ids      [num_tokens, top_k] int32 or int64; an id outside [first_expert, first_expert +
                   num_experts) is an unused slot
     topk_weights  [num_tokens, top_k] f32 or bf16
-    w13 to w2_scale  the tensors of `jitmoe.ExpertWeights`, used in place; scales may be e8m0 as
-                  well, of which a copy in f32 is kept with the tensor; bf16 weights have none
+    w13 to w2_scale  the tensors of `jitmoe.ExpertWeights`, used in place; scales may be e8m0 (or
+                  uint8 of the same bits) as well, of which a copy in f32 is kept with the tensor;
+                  bf16 weights have none
     w13_bias, w2_bias, gate_up  as in `jitmoe.ExpertWeights`
-    activation to first_expert  as in `jitmoe.mega_moe`
+    activation to first_expert, batch_invariant  as in `jitmoe.mega_moe`
     expert_counts [num_experts] int32, to which the routed pairs of each expert are added
     out           [num_tokens, hidden] bf16, written in place (default: a new tensor)
     backend       "cuda", or "emulated": tensors on the CPU, and the kernel thread by thread on it
@@ -80,6 +82,7 @@ def mega_moe(
         apply_router_weight_on_input,
         first_expert,
         gate_up,
+        batch_invariant,
     )
     options = (backend,) if layer == _PLAIN else (backend, *layer)  # a shorter call is a faster one
     # An operator that returns something new writes nothing else: those can have autograd formulas.
@@ -189,6 +192,7 @@ def _run(
     apply_router_weight_on_input=False,
     first_expert=0,
     gate_up="gate_first",
+    batch_invariant=False,
     expert_counts=None,
 ) -> list[torch.Tensor]:
     """Launch; returns what was written."""
@@ -216,6 +220,7 @@ def _run(
             routed_scaling_factor=routed_scaling_factor,
             apply_router_weight_on_input=apply_router_weight_on_input,
             first_expert=first_expert,
+            batch_invariant=batch_invariant,
             out=read(out, "out"),
             expert_counts=counts,
             backend=backend,
@@ -229,6 +234,7 @@ def _activation(kind: str, *numbers: float | None) -> Activation | str:
 
 
 _E8M0 = getattr(torch, "float8_e8m0fnu", None)  # PyTorch 2.7 and later
+_E8M0_TYPES = (_E8M0, torch.uint8)
 
 
 def _f32(scale: torch.Tensor | None) -> torch.Tensor | None:
@@ -237,7 +243,7 @@ def _f32(scale: torch.Tensor | None) -> torch.Tensor | None:
     They are made anew where the tensor lies elsewhere or was written since, but a write through
     `.data` leaves no trace.
     """
-    if scale is None or scale.dtype != _E8M0:
+    if scale is None or scale.dtype not in _E8M0_TYPES:
         return scale
     if scale.is_inference():  # has no version
         return _widened(scale)
@@ -252,7 +258,8 @@ def _f32(scale: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _widened(scale: torch.Tensor) -> torch.Tensor:
-    return scale.detach().to(torch.float32, memory_format=torch.contiguous_format)
+    wide = scale.detach().view(_E8M0)  # of either of _E8M0_TYPES
+    return wide.to(torch.float32, memory_format=torch.contiguous_format)
 
 
 def _as_is(tensor: torch.Tensor, name: str) -> torch.Tensor:

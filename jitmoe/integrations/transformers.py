@@ -69,12 +69,14 @@ def fp8_experts(
     for, and what `jitmoe.integrations.torch.mega_moe` raises.
     """
     activation = _check(module, hidden_states)
-    if tuple(module.block_size or ()) != (128, 128):
-        _refuse(module, "block_size (128, 128)", module.block_size, 'choose "grouped_mm"')
+    if tuple(module.block_size or (128, 128)) != (128, 128):
+        _refuse(module, "block_size (128, 128) or None", module.block_size, 'choose "grouped_mm"')
     if module.gate_up_proj.dtype != torch.float8_e4m3fn:
         got = _dtype(module.gate_up_proj)
         _refuse(module, "weights in float8_e4m3fn", got, 'choose "deepgemm" for FP4, else "eager"')
     scales = module.gate_up_proj_scale_inv, module.down_proj_scale_inv
+    if module.block_size is None:  # of experts, and halves of w13: [num_experts, 1 or 2, 1]
+        scales = [scale.flatten(1) for scale in scales]
     given = hidden_states, top_k_index, top_k_weights
     return _run(module, given, scales, activation, backend)
 
@@ -92,7 +94,7 @@ def bf16_experts(
     if module.gate_up_proj.dtype != torch.bfloat16:
         got = _dtype(module.gate_up_proj)
         remedy = "load the model with dtype=torch.bfloat16, or an FP8 checkpoint"
-        _refuse(module, "weights in bfloat16 or block FP8", got, remedy)
+        _refuse(module, "weights in bfloat16 or FP8", got, remedy)
     given = hidden_states, top_k_index, top_k_weights
     return _run(module, given, (), activation, backend)
 

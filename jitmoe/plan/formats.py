@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# 128 x 128 weights, an output channel, or an expert's w13 (or each of gate and up) and w2.
+SCALES = ("block", "channel", "tensor")
+
 
 @dataclass(frozen=True)
 class Format:
@@ -11,17 +14,27 @@ class Format:
 
     element_bytes  of a weight, and of an activation as the tensor cores take it
     hidden_step    hidden must be a multiple of it
-    quantizes      whether activations are rounded to codes with scales of groups of channels
+    scales         what has a scale of its own in the weights: one of SCALES, or nothing
     """
 
     element_bytes: int
     hidden_step: int
-    quantizes: bool
+    scales: str | None
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether activations are rounded to codes with scales of groups of channels."""
+        return self.scales is not None
+
+    @property
+    def has_channel_scales(self) -> bool:
+        """Whether an output channel has one scale, of its own or shared: no k-block has another."""
+        return self.scales in ("channel", "tensor")
 
 
 FORMATS = {
-    "fp8_block": Format(element_bytes=1, hidden_step=128, quantizes=True),
-    "bf16": Format(element_bytes=2, hidden_step=16, quantizes=False),
+    **{f"fp8_{s}": Format(element_bytes=1, hidden_step=128, scales=s) for s in SCALES},
+    "bf16": Format(element_bytes=2, hidden_step=16, scales=None),
 }
 
 

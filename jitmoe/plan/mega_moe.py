@@ -24,6 +24,7 @@ class MegaMoePlan(Plan):
              up to 64 tokens are done as in decode. Token rows are first copied into a pool, sorted
              by expert, which TMA reads.
 
+    Scales of 128 x 128 weights multiply partial sums, those of channels and tensors a tile's sums.
     With `trace`, every warp stamps what it does and when into a ring of global memory.
     """
 
@@ -136,6 +137,7 @@ class MegaMoePlan(Plan):
             "block_k_bytes": self.block_k_bytes,
             "element_bytes": format_of(self.format).element_bytes,
             "quantizes": int(self.quantizes),
+            "channel_scales": int(format_of(self.format).has_channel_scales),
             "max_blocks": self.max_blocks,
             "split_tokens": int(self.split_tokens),
             "num_gather_warps": 0 if self.split_tokens else self.num_gather_warps,
@@ -260,7 +262,8 @@ class MegaMoePlan(Plan):
 
     @property
     def params(self) -> tuple[Param, ...]:
-        return mega_moe_params.params(self.trace, self.has_bias)
+        has_channel_scales = format_of(self.format).has_channel_scales
+        return mega_moe_params.params(self.trace, self.has_bias, has_channel_scales)
 
     def check(self, gpu: GpuSpec) -> None:
         if self.arch not in KERNEL_ARCHS:
@@ -284,10 +287,8 @@ class MegaMoePlan(Plan):
                 f"got {self.num_local_pairs:,}"
             )
         if self.extra_tokens not in ((0, 8, 16) if self.split_tokens else (0,)):
-            raise PlanError(
-                "extra_tokens must be 0, in prefill 8 or 16 too (columns of one multiply), "
-                f"got {self.extra_tokens}"
-            )
+            allowed = "0, in prefill 8 or 16 too (columns of one multiply)"
+            raise PlanError(f"extra_tokens must be {allowed}, got {self.extra_tokens}")
         if not 1 <= self.unroll_k <= 8:
             raise PlanError(f"unroll_k must be from 1 to 8, got {self.unroll_k}")
         super().check(gpu)

@@ -7,8 +7,9 @@ from __future__ import annotations
 from jitmoe.plan.plan import Param
 
 
-def params(trace: bool, has_bias: bool) -> tuple[Param, ...]:
+def params(trace: bool, has_bias: bool, has_channel_scales: bool) -> tuple[Param, ...]:
     """The fields of the parameter struct; tensor maps come first."""
+    half = (Param("w13_scale_half_stride", "i64", "elements, from gate to up"),)
     bias = (
         Param("w13_bias", "const u8*", "[num_experts, 2*intermediate] bf16 or f32"),
         Param("w2_bias", "const u8*", "[num_experts, hidden], of the same type"),
@@ -24,13 +25,13 @@ def params(trace: bool, has_bias: bool) -> tuple[Param, ...]:
         Param("pool_extra_map", "TensorMap", "as pool_map, for a tile's extra tokens"),
         Param("mid_extra_map", "TensorMap", "as mid_map, for a tile's extra tokens"),
         Param("x", "const u8*", "[num_tokens, hidden] e4m3 or bf16"),
-        Param("x_scale", "const float*", "[num_tokens, hidden/128], e4m3 only"),
+        Param("x_scale", "const float*", "[num_tokens, hidden/128] by its strides, e4m3 only"),
         Param("topk_ids", "const u8*", "[num_tokens, top_k] i32 or i64"),
         Param("topk_weights", "const u8*", "[num_tokens, top_k] f32 or bf16"),
         Param(
             "w13_scale",
             "const float*",
-            "[num_experts, ceil(2*intermediate/128), hidden/128] or null",
+            "[num_experts, ceil(2*intermediate/128), hidden/128], or of channels, or null",
         ),
         Param(
             "w2_scale", "const float*", "[num_experts, hidden/128, ceil(intermediate/128)] or null"
@@ -57,6 +58,7 @@ def params(trace: bool, has_bias: bool) -> tuple[Param, ...]:
         Param("w2_scale_expert_stride", "i64", "elements"),
         Param("w13_scale_row_stride", "i64", "elements"),
         Param("w2_scale_row_stride", "i64", "elements"),
+        *(half if has_channel_scales else ()),
         Param("y_stride", "i64", "elements"),
         Param("num_tokens", "u32"),
         Param("bank_words", "u32"),

@@ -69,13 +69,14 @@ class MoeProblem:
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of one expert's weights and f32 block scales."""
-        weights = 3 * self.hidden * self.intermediate
-        if not format_of(self.format).quantizes:
-            return format_of(self.format).element_bytes * weights
+        """Bytes of one expert's weights and f32 scales."""
         blocks = _blocks(2 * self.intermediate) * _blocks(self.hidden)
         blocks += _blocks(self.hidden) * _blocks(self.intermediate)
-        return weights + 4 * blocks
+        channels = 2 * self.intermediate + self.hidden
+        num_scales = {None: 0, "block": blocks, "channel": channels, "tensor": 2}
+        form = format_of(self.format)
+        weights = 3 * self.hidden * self.intermediate
+        return form.element_bytes * weights + 4 * num_scales[form.scales]
 
     @property
     def activation_bytes(self) -> int:

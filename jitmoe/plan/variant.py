@@ -160,6 +160,11 @@ class Variant:
             "batch_invariant": self.batch_invariant,
         }
 
+    @property
+    def formula(self) -> dict:
+        """Arguments of `reference.mega_moe`, which takes biases themselves."""
+        return {name: value for name, value in vars(self).items() if name != "has_bias"}
+
     def scalars(self, format: str) -> dict[str, float | int]:
         """Parameters of the kernel, by name and in their order: any values of the same kernel, for
         weights of a format of `formats.FORMATS`.

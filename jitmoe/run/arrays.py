@@ -20,6 +20,7 @@ HOST = -1  # the device of a NumPy array
 # it.
 _NAMES = {
     "float8_e4m3fn": "e4m3",
+    "float8_e8m0fnu": "e8m0",
     "bfloat16": "bf16",
     "float32": "f32",
     "float16": "f16",

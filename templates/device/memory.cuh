@@ -77,8 +77,8 @@ DEVICE void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;"
 // The same for global memory: before a release of data that another CTA reads by TMA, and there after the acquire.
 DEVICE void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-// cp.async: copies by this thread, in the generic proxy. arrive_after_copies (mbarrier.cuh) tells when they are
-// complete.
+// cp.async: copies by this thread, in the generic proxy. arrive_after_copies (mbarrier.cuh) or wait_for_copies tells
+// when they are complete.
 DEVICE void copy_16_async(void* shared, const void* global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
 }
@@ -86,6 +86,9 @@ DEVICE void copy_16_async(void* shared, const void* global) {
 DEVICE void copy_4_async(void* shared, const void* global) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global) : "memory");
 }
+
+// Until all copies of this thread so far have landed. For other threads a barrier must follow.
+DEVICE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Time in units of 1.024 us that wraps after 73 minutes: one register instead of two in every wait.
 DEVICE u32 global_timer_us() {

@@ -44,11 +44,14 @@ DEVICE void fence_async_shared() { emu::fence_async_shared(); }
 // The same for global memory: before a release of data that another CTA reads by TMA, and there after the acquire.
 DEVICE void fence_async_global() { emu::fence_async_global(); }
 
-// cp.async: copies by this thread, in the generic proxy. arrive_after_copies (mbarrier.cuh) tells when they are
-// complete.
+// cp.async: copies by this thread, in the generic proxy. arrive_after_copies (mbarrier.cuh) or wait_for_copies tells
+// when they are complete.
 DEVICE void copy_16_async(void* shared, const void* global) { emu::copy_async(shared, global, 16); }
 
 DEVICE void copy_4_async(void* shared, const void* global) { emu::copy_async(shared, global, 4); }
+
+// Until all copies of this thread so far have landed. For other threads a barrier must follow.
+DEVICE void wait_for_copies() { emu::wait_for_copies(); }
 
 // Time in units of 1.024 us that wraps after 73 minutes: one register instead of two in every wait.
 DEVICE u32 global_timer_us() { return u32(emu::clock_ns() >> 10); }

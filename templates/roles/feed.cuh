@@ -1,8 +1,8 @@
 // Token tiles and scales of a prefill launch into the ring, by one lane: TMA from the pool (GEMM 1) or the activations
 // between the GEMMs. Rows past the end of an expert are copied too; nothing reads what comes of them.
 
-// At a full stage: with the bytes of the copies; after the weight scales.
-constexpr u32 kFeedArrivals = kQuantizes ? 2 : 1;
+// At a full stage: with the bytes of the copies; after the weight scales of blocks.
+constexpr u32 kFeedArrivals = kQuantizes && !kChannelScales ? 2 : 1;
 
 DEVICE void role_feed(const Params& p, Smem& smem, const Head& head) {
     if (lane_idx() != 0) return;
@@ -50,6 +50,7 @@ DEVICE void role_feed(const Params& p, Smem& smem, const Head& head) {
             if constexpr (!kQuantizes) continue;
             load_bulk(smem.token_scales[ring.stage], scales + u64(k) * p.row_capacity, num_tokens * sizeof(float),
                       full);
+            if constexpr (kChannelScales) continue;
 #pragma unroll
             for (u32 i = 0; i < 3; ++i) copy_4_async(&smem.weight_scales[ring.stage][i], weight_scales[i] + k);
             arrive_after_copies(full);

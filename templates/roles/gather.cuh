@@ -93,7 +93,8 @@ DEVICE void copy_k_block(Smem& smem, const Copies& c, u32 stage, u32 k) {
         for (u32 i = 0; i < Copies::kScales; ++i) {
             if (c.scales[i] != nullptr) copy_4_async(scale + i * kGatherThreads, c.scales[i] + group);
         }
-        if (warp == 0 && lane < 3) copy_4_async(&smem.weight_scales[stage][lane], c.weight_scale + k);
+        if (!kChannelScales && warp == 0 && lane < 3)
+            copy_4_async(&smem.weight_scales[stage][lane], c.weight_scale + k);
     }
     arrive_after_copies(&smem.full[stage]);  // pairs with role_math: multiply
 }

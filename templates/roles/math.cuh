@@ -44,7 +44,8 @@ struct Promotion {
     const float2* token_scales;
 
     DEVICE void begin_k_block(const Smem& smem, u32 stage, const Operands& at) {
-        const float4 w = *reinterpret_cast<const float4*>(smem.weight_scales[stage]);
+        const float4 w = kChannelScales ? make_float4(1.0f, 1.0f, 1.0f, 1.0f)
+                                        : *reinterpret_cast<const float4*>(smem.weight_scales[stage]);
         const float* tokens = smem.token_scales[stage] + at.first_token;
         if constexpr (kTokenRows) {
             const float x0 = tokens[0], x1 = tokens[8];
@@ -210,6 +211,7 @@ DEVICE void run_tile(const Params& p, Smem& smem, const Head& head, Ring<kNumSta
     const Operands at = find_operands<kTokenRows>(smem, task, share);
     RouterWeights<N, kTokenRows> weights;
     if constexpr (!kHasExtra) weights.load(p, task, share, smem.task_rows[slot] + share.first_token);
+    if constexpr (kChannelScales) begin_channel_scales<kTokenRows>(p, smem, task, share);
     u32 k = task.k_end - task.k_begin;
     // Ahead of the loop, so that the event begins with a multiply.
     if constexpr (kTrace) wait_for_stage(p, smem, ring);
@@ -231,9 +233,17 @@ DEVICE void run_tile(const Params& p, Smem& smem, const Head& head, Ring<kNumSta
     const Task same = read_task(smem, slot);
     const Share same_share = find_share(same);
     const u32* pairs = smem.task_rows[slot];
+    if constexpr (kChannelScales) end_channel_scales();
     if (!join_parts<N>(p, smem, head, same, slot, sums.own)) {
         trace_end(p, kEventEpilogue);
         return;
+    }
+    if constexpr (kChannelScales) {
+        apply_channel_scales<N, kTokenRows>(smem, same_share, sums.own);
+        if constexpr (kHasExtra) {
+            apply_channel_scales<kExtraColumns, false>(smem, find_extra_share(same), sums.extra);
+        }
+        sync_warp();  // before the epilogue writes there
     }
     if constexpr (kHasExtra) weights.load(p, same, same_share, pairs + same_share.first_token);
     store<N, kTokenRows>(p, smem, same, same_share, slot, weights, pairs, sums.own);

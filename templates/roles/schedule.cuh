@@ -172,9 +172,9 @@ DEVICE Task next_task(const Params& p, Smem& smem, const Ring<kNumTaskSlots>& sl
 // Every lane that reads the slot, after its last read.
 DEVICE void free_task(Smem& smem, Ring<kNumTaskSlots>& slot) { arrive(&smem.task_empty[slot.stage]); }
 
-// Scale i of a tile's weight rows in k-block 0; further k-blocks follow. GEMM 1: gate, up, and up of the next block
-// where `intermediate` is no multiple of 128 and a tile's up rows straddle two. GEMM 2, and interleaved rows: the
-// tile's two blocks of rows.
+// Block scales: number i of a tile's weight rows in k-block 0; further k-blocks follow. GEMM 1: gate, up, and up of the
+// next block where `intermediate` is no multiple of 128 and a tile's up rows straddle two. GEMM 2, and interleaved
+// rows: the tile's two blocks of rows.
 DEVICE const float* weight_scale(const Params& p, const Task& task, u32 i) {
     if (task.phase == kGemm2) {
         const i64 row = min_of(task.tile * 2 + i, ceil_div(kHidden, 128) - 1);

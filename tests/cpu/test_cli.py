@@ -13,6 +13,7 @@ from jitmoe import demo, doctor, prebuild
 from jitmoe.cli import app
 from jitmoe.emulate import compile as host
 from jitmoe.jit import build, nvrtc
+from jitmoe.plan.formats import FORMATS
 from jitmoe.plan.gpu import GPUS, KERNEL_ARCHS
 from jitmoe.plan.models import MODELS
 from jitmoe.run import driver
@@ -81,6 +82,11 @@ def test_variants():
     for command in ("plan", "show", "warmup"):
         assert "got 'relu'; take" in refusal(command, *SMALL, "--activation", "relu")
         assert "got 'up'; say" in refusal(command, *SMALL, "--gate-up", "up")
+        assert "got 'fp8_row'; take" in refusal(command, *SMALL, "--format", "fp8_row")
+    for format in FORMATS:
+        text = invoke("show", *SMALL, "--format", format, "--plain").stdout
+        scaled = int(format in ("fp8_channel", "fp8_tensor"))
+        assert f"constexpr u32 kChannelScales = {scaled};" in text
 
 
 @pytest.mark.parametrize("gpu", [name for name in GPUS if GPUS[name].arch in KERNEL_ARCHS])

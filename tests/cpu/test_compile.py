@@ -55,6 +55,11 @@ def shipped_plans():
     for shape in BF16_SHAPES:
         for plan in plans_of_model(shape.problem(1, format="bf16"), gpu).values():
             plans[plan] = f"bf16 {shape.name} {plan.bucket}"
+    for shape in (*MODELS.values(), *ODD_SHAPES):
+        problem = shape.problem(1, format="fp8_channel")
+        for has_bias in {False, shape in ODD_SHAPES}:
+            for plan in plans_of_model(problem, gpu, has_bias=has_bias).values():
+                plans[plan] = f"fp8_channel {shape.name} {plan.bucket}{', biases' * has_bias}"
     return plans
 
 

@@ -3,6 +3,7 @@
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import combinations, product
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -19,8 +20,10 @@ from jitmoe import (
     prepare,
     workspace_bytes,
 )
+from jitmoe.plan.formats import SCALES
 from jitmoe.plan.gpu import gpu_spec
 from jitmoe.plan.heuristics import choose
+from jitmoe.plan.scales import _weight_shapes
 from jitmoe.plan.variant import Variant
 from jitmoe.run import arrays
 from jitmoe.weights import Memo
@@ -136,6 +139,38 @@ def test_bf16_weights_take_bf16_tokens():
     assert "the plan is for format 'fp8_block', the call has 'bf16'; plan again" in message
 
 
+CHANNELS = FakeArray((4, 384), "float32"), FakeArray((4, 512, 1), "float32")
+EXPERT_SCALES = FakeArray((4, 1), "float32"), FakeArray((4,), "float32")
+HALVES = FakeArray((4, 2), "float32"), FakeArray((4, 1, 1), "float32")
+
+
+@pytest.mark.parametrize(
+    "kind, scales, strides",
+    [
+        ("channel", CHANNELS, (384, 512, 1, 1, 192)),
+        ("tensor", EXPERT_SCALES, (1, 1, 0, 0, 0)),
+        ("tensor", HALVES, (2, 1, 0, 0, 1)),
+    ],
+)
+def test_kinds_of_scales(kind, scales, strides):
+    names = dict(zip(("w13_scale", "w2_scale"), scales, strict=True))
+    for given in (names, names | {"scales": kind}):
+        weights = ExpertWeights(**weight_arrays() | given)
+        assert weights.format == f"fp8_{kind}" and weights.scale_strides == strides
+        assert repr(weights).endswith(f"device=0, format='fp8_{kind}')")
+    codes = 3 * 4 * 512 * 192
+    assert weights.num_bytes == codes + 4 * sum(np.prod(scale.shape) for scale in scales)
+
+
+def test_no_shape_means_two_kinds_but_in_tiny_layers():
+    for hidden, intermediate in product((128, 256, 384, 1024), range(16, 400, 16)):
+        sizes = (2 * intermediate, hidden, True), (hidden, intermediate, False)
+        shapes = [{kind: set(_weight_shapes(kind, 4, *s)) for kind in SCALES} for s in sizes]
+        for one, other in combinations(SCALES, 2):
+            both = all(of[one] & of[other] for of in shapes)
+            assert not both or (hidden, one, other) == (128, "block", "tensor")
+
+
 def strided(shape, dtype, strides):
     return FakeArray(shape, dtype, strides)
 
@@ -182,6 +217,29 @@ def test_strided_weights_are_taken(name, array):
         ({"w2_scale": FakeArray((4, 4, 1), "float32")}, ["w2_scale", "[4, 4, 2]", "got [4, 4, 1]"]),
         ({"w13_scale": FakeArray((4, 4, 4), "float32")}, ["w13_scale", "[4, 3, 4]", "[4, 4, 4]"]),
         ({"w13_scale": FakeArray((4, 3, 4), "float16")}, ["w13_scale", "f32", "got f16"]),
+        (
+            {"w13_scale": FakeArray((4, 383), "float32")},
+            ["w13_scale must", "[4, 384] (output channels) or [4] (experts), got [4, 383]; count"],
+        ),
+        (
+            {"w2_scale": FakeArray((4, 2), "float32")},
+            ["w2_scale must", "(experts), got [4, 2]"],
+        ),
+        ({"w2_scale": FakeArray((), "float32")}, ["w2_scale must have shape", "got []"]),
+        (
+            {"w2_scale": FakeArray((4, 512), "float32")},
+            ["w13_scale has scales for each block and w2_scale for each channel; expand"],
+        ),
+        (
+            {"w13_scale": FakeArray((4, 2), "float32"), "w2_scale": FakeArray((4, 512), "float32")},
+            ["w13_scale has scales for each tensor and w2_scale for each channel; expand"],
+        ),
+        (
+            {"scales": "tensor"},
+            ["w13_scale must have shape [4] (experts), got [4, 3, 4]", "take weights quantised so"],
+        ),
+        ({"scales": "row"}, ["scales must be one of block, channel, tensor, got 'row'; say"]),
+        ({"w2_scale": FakeArray((4, 4, 2), "float32", device=1)}, ["w2_scale is on GPU 1", "move"]),
         (
             {"w13": strided((4, 384, 512), "uint8", (384 * 520, 520, 1))},
             ["w13", "multiples of 16 bytes", "520", "copy"],
@@ -280,7 +338,7 @@ MANY_SLOTS = {"topk_weights": FakeArray((3, 33), "float32")}
         ({"x": FakeArray((3, 512), "bfloat16", ptr=1026)}, ["rows of x", "0x402", "copy"]),
         (
             {"x": (E4M3, FakeArray((3, 3), "float32"))},
-            ["x_scale must", "[3, 4]", "got [3, 3]"],
+            ["x_scale must", "[3, 4], [3] or [1]", "got [3, 3]"],
         ),
         ({"x": (E4M3, FakeArray((3, 4), "float64"))}, ["x_scale must", "f32", "got f64"]),
         (
@@ -639,6 +697,8 @@ def test_warmup_prepares_the_variant(kernel):
         return [key[1] for key in weights.memo if key[0] == "prepared"]
 
     up_first = ExpertWeights(**weight_arrays(), gate_up="up_first")
+    channels = weight_arrays() | dict(zip(("w13_scale", "w2_scale"), CHANNELS, strict=True))
+    assert all(plan.format == "fp8_channel" for plan in plans(ExpertWeights(**channels)))
     options = {"activation": "geglu_tanh", "apply_router_weight_on_input": True}
     for weights, kwargs in ((layer_weights(), {}), (up_first, options)):
         decode, prefill = plans(weights, **kwargs)
@@ -652,6 +712,8 @@ def test_warmup_prepares_the_variant(kernel):
     }
     made = plans(ExpertWeights(**weight_arrays(), **biases, gate_up="interleaved"))
     assert all(plan.has_bias and plan.interleaved and not plan.up_first for plan in made)
+    made = plans(ExpertWeights(**channels, **biases))
+    assert all(plan.has_bias and plan.format == "fp8_channel" for plan in made)
     message = refusal(lambda: plans(layer_weights(), activation="silu"))
     assert "activation must be one of" in message and "got 'silu'" in message
 

@@ -83,6 +83,14 @@ def test_variants():
     assert "swiglu, interleaved, biases, decode kernel" in title and "PASS" in line
 
 
+@pytest.mark.parametrize("format", ["fp8_channel", "fp8_tensor", "bf16"])
+def test_formats(format):
+    title, line = invoke(*SMALL, "--format", format).stdout.splitlines()
+    assert f"top_k 2; {format}, swiglu, decode kernel" in title and "PASS" in line
+    report = json.loads(invoke(*SMALL, "--format", format, "--json").stdout)
+    assert report["problem"]["format"] == format and report["is_right"]
+
+
 def test_layer_by_config(tmp_path):
     config = {"model_type": "my_moe", "hidden_size": 256, "moe_intermediate_size": 144}
     config |= {"num_experts": 4, "num_experts_per_tok": 2}
@@ -120,6 +128,7 @@ def test_demo_of_an_activation():
         ([*SMALL, "--routing", "even"], ["routing must be one of", "got 'even'"]),
         ([*SMALL, "--ep", "4"], ["top_k up to num_experts=1", "got 2; take duplicates"]),
         ([*SMALL, "--activation", "silu"], ["activation must be one of", "got 'silu'; take"]),
+        ([*SMALL, "--format", "fp8_row"], ["format must be one of", "got 'fp8_row'; take"]),
         ([*SMALL, "--gate-up", "up"], ["gate_up must be one of", "got 'up'; say"]),
         ([*SMALL, "--tokens", "262145"], ["num_tokens", "got 262,145; split"]),
     ],
@@ -181,6 +190,7 @@ def replay_of(text):
 def test_a_kernel_that_computes_something_else(damage):
     damage("roles/combine.cuh", "+= bf16_low(words[w]);", "-= bf16_low(words[w]);")
     options = ["--activation", "geglu_tanh", "--gate-up", "up_first", "--weight-on-input", "--bias"]
+    options += ["--format", "fp8_channel"]
     replayed = replay_of(invoke(*SMALL, *options, code=1).stdout)
     assert set(options) <= set(replayed) and "FAIL" in invoke(*replayed, code=1).stdout
     text = invoke(*SMALL, "--seed", 5, "--seeds", 3, code=1).stdout

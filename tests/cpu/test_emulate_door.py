@@ -165,7 +165,12 @@ CODES, SCALE = call_arrays(DECODE, "codes")["x"]
         ({"x": X.astype(">u2")}, ["x must", "bf16 or u16", "got >u2"]),
         ({"x": X[:, :128]}, ["x must", "[*, 256]", "got [20, 128]"]),
         ({"x": np.asfortranarray(X)}, ["x must be dense", "contiguous"]),
-        ({"x": (CODES, SCALE[:, :1])}, ["x_scale must", "[20, 2]", "got [20, 1]"]),
+        ({"x": (CODES, SCALE[:19])}, ["x_scale must", "[20, 2], [20] or [1]", "got [19, 2]; pass"]),
+        ({"x": (CODES, SCALE[:1, :1])}, ["x_scale must", "[20, 2], [20] or [1]", "got [1, 1]"]),
+        (
+            {"x": (CODES, SCALE.astype(ml_dtypes.float8_e8m0fnu))},
+            ["x_scale must have dtype f32", "got e8m0; convert"],
+        ),
         ({"topk_ids": np.zeros((20, 2), np.int16)}, ["topk_ids must", "i32 or i64", "int16"]),
         ({"topk_ids": np.zeros((19, 2), np.int32)}, ["topk_ids must", "[20, *]", "got [19, 2]"]),
         ({"topk_weights": np.zeros((20, 2))}, ["topk_weights must", "f32", "got f64"]),

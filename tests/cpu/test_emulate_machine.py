@@ -138,6 +138,21 @@ def test_a_tensor_copy_is_ordered_by_its_barrier_alone(tmp_path):
     assert "data race on tiles[0]" in failure(tmp_path, load(wait="", after=read))
 
 
+def test_copies_of_a_thread_are_its_own_to_wait_for(tmp_path):
+    copy = "copy_4_async(smem.words + thread_idx(), p.data + 4 * thread_idx());\n"
+    read = "p.words[thread_idx()] = smem.words[thread_idx()];"
+    ((data, words),) = passes(tmp_path, copy + "wait_for_copies();" + read)
+    assert np.array_equal(words[:128], data.reshape(-1).view(np.uint32)[:128])
+    assert "data race on words[" in failure(tmp_path, copy + read)
+    others = read.replace("smem.words[thread_idx()]", "smem.words[127 - thread_idx()]")
+    passes(tmp_path, copy + "wait_for_copies(); sync_block();" + others)
+    assert "data race on words[" in failure(tmp_path, copy + "wait_for_copies();" + others)
+    assert "data race on words[" in failure(tmp_path, copy + "sync_block();" + others)
+    again = "wait_for_copies();" + read + copy.replace("4 * ", "512 + 4 * ") + "wait_for_copies();"
+    ((data, words),) = passes(tmp_path, copy + again + read)
+    assert np.array_equal(words[:128], data.reshape(-1).view(np.uint32)[128:256])
+
+
 def test_a_wrong_byte_count_lets_readers_in_too_early(tmp_path):
     body = load(after="p.words[thread_idx()] = smem.tiles[0][thread_idx() * 64];")
     assert "data race on tiles[0]" in failure(tmp_path, body.replace("8192", "4096"))

@@ -75,6 +75,6 @@ def check(model: str, emulated: EmulatedLayer, routing: str, seed: int) -> None:
     x = (codes, scale) if seed % 2 else fp8.encode_bf16(tokens.x)
     y = emulated(x, tokens.topk_ids, tokens.topk_weights, variant, seed=seed)
     call = codes, scale, tokens.topk_ids, tokens.topk_weights, *emulated.layer
-    ref = reference.mega_moe(*call, requantize=True, **vars(variant))
+    ref = reference.mega_moe(*call, requantize=True, **variant.formula)
     assert reference.relative_error(y, ref) < 4e-3
     assert reference.worst_element(y, ref) < 0.06

@@ -49,6 +49,7 @@ def random_plan(rng: random.Random, bucket: str) -> MegaMoePlan:
             num_stages=rng.randint(3, 5),
             num_task_slots=rng.randint(2, 4),
             unroll_k=rng.choice([1, 2, 3, 4]),
+            format=rng.choice(["fp8_block", "fp8_block", "fp8_channel"]),
             num_local_pairs=rng.choice([1, 20, 150, 2048]) if bucket == "decode" else 0,
             extra_tokens=rng.choice([0, 8, 16]) if bucket == "prefill" else 0,
         )
@@ -70,7 +71,8 @@ PLANS = random_plans()
 @cache
 def layer_of(plan: MegaMoePlan) -> reference.Layer:
     sizes = plan.num_experts, plan.hidden, plan.intermediate
-    return reference.random_layer(*sizes, seed=0, outliers=plan.num_task_slots % 2)
+    outliers = plan.num_task_slots % 2
+    return reference.random_layer(*sizes, seed=0, outliers=outliers, format=plan.format)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from jitmoe import reference
 from jitmoe.emulate.compile import NoHostCompiler, compiler
 
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install 'jitmoe[torch]'")
@@ -103,10 +104,34 @@ def powers_of_two():
     return [scale.to(torch.float8_e8m0fnu) for scale in exponents], layer
 
 
+@pytest.mark.parametrize(
+    "shapes",
+    [((4, 256, 1), (4, 256, 1)), ((4, 256), (4, 256)), ((4,), (4,)), ((4, 2), (4, 1))],
+    ids=str,
+)
+@pytest.mark.parametrize("token_shape", [(7, 2), (7,), (7, 1), (1,), ()])
+def test_other_scales(shapes, token_shape):
+    """Of channels, experts and halves; of tokens and of all."""
+    x, ids, router = tokens(7)
+    codes, _ = quantized(x)
+    generator = torch.Generator().manual_seed(3)
+    scales = [0.004 * (1 + torch.rand(shape, generator=generator)) for shape in shapes]
+    scale = 0.01 * (1 + torch.rand(token_shape, generator=generator))
+    layer = torch_layer.LAYER
+    layer = layer._replace(w13_scale=scales[0].numpy(), w2_scale=scales[1].numpy())
+    y = emulate(codes, ids, router, *WEIGHTS[:2], *scales, x_scale=scale)
+    args = codes.view(torch.uint8).numpy(), scale.numpy(), ids.numpy(), router.numpy(), *layer
+    ref = reference.mega_moe(*args, requantize=True)
+    assert reference.relative_error(y.float().numpy(), ref) < 4e-3
+    compiled = torch.compile(emulate, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(codes, ids, router, *WEIGHTS[:2], *scales, x_scale=scale), y)
+
+
 def test_e8m0_scales_are_converted_once():
     given, (scales, layer) = tokens(7), powers_of_two()
     y = emulate(*given, *WEIGHTS[:2], *scales)
     assert error(y, given, layer) < 4e-3
+    assert torch.equal(emulate(*given, *WEIGHTS[:2], *(s.view(torch.uint8) for s in scales)), y)
     first = integration._f32(scales[0])
     assert first.dtype == torch.float32 and integration._f32(scales[0]) is first
     scales[0].copy_(scales[0].clone())  # written: may hold other values now
@@ -163,6 +188,18 @@ def test_variants(variant, has_out):
     y = emulate(*given, *WEIGHTS, **variant, **kwargs)
     assert error(y, given, **variant) < 4e-3
     assert not torch.equal(y, emulate(*given, *WEIGHTS))
+
+
+def test_batch_invariant(monkeypatch):
+    """The argument gets to the layer; what it does there is tests/cpu/test_batch_invariance.py."""
+    given, seen = tokens(5), []
+    launch = integration.launch
+    monkeypatch.setattr(
+        integration, "launch", lambda *args, **kw: (seen.append(kw), launch(*args, **kw))
+    )
+    y = emulate(*given, *WEIGHTS, batch_invariant=True)
+    assert torch.equal(y, emulate(*given, *WEIGHTS)), "no sum is cut at this size"
+    assert [kw["batch_invariant"] for kw in seen] == [True, False]
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -358,7 +395,7 @@ def test_the_cpu_is_used_only_if_asked():
             "w13 is bf16, bf16 takes no scales, got w13_scale and w2_",
         ),
         ({"w13_scale": lambda s: None}, "w13 is e4m3 and needs both scales, got w2_scale; pass"),
-        ({"w2_scale": lambda s: s.double()}, "w2_scale must have dtype f32, got f64"),
+        ({"w2_scale": lambda s: s.double()}, "w2_scale must have dtype f32 or e8m0 or u8, got f64"),
         ({"w13_scale": lambda s: s[:, :1]}, r"w13_scale must have shape \[4, 2, 2\]"),
     ],
 )

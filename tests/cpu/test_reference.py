@@ -417,6 +417,56 @@ def test_random_layer():
     assert (columns.mean(axis=0) > 10 * np.median(columns)).sum() == 4
 
 
+@pytest.mark.parametrize(
+    ("kind", "shapes"),
+    [("channel", ((2, 384, 1), (2, 256, 1))), ("tensor", ((2, 1, 1), (2, 1, 1)))],
+)
+def test_layers_of_other_scales(kind, shapes):
+    layer = random_layer(2, 256, 192, seed=14, format=f"fp8_{kind}")
+    assert (layer.w13_scale.shape, layer.w2_scale.shape) == shapes
+    blocks = random_layer(2, 256, 192, seed=14)
+    for (codes, scale), (others, other) in ((layer[:2], blocks[:2]), (layer[2:], blocks[2:])):
+        got, wanted = (
+            fp8.dequantize_weights(codes[1], scale[1]),
+            fp8.dequantize_weights(others[1], other[1]),
+        )
+        assert 0 < relative_error(got, wanted) < 0.05
+
+
+def test_other_scales_mean_as_many_of_blocks_or_groups():
+    """Of rows, of halves of rows and of all, each as an array of less and less dimensions."""
+    codes = np.arange(256, dtype=np.uint8).reshape(4, 64)[:, :48]
+    values = codes.view(E4M3).astype(np.float64)
+    rows = np.array([1, 2, 3, 5], F32)
+    for scale in (rows, rows[:, None]):
+        for dequantize in (fp8.dequantize_weights, fp8.dequantize_tokens):
+            got = dequantize(codes, scale)
+            assert np.array_equal(got, values * rows[:, None], equal_nan=True)
+    for scale in (rows[1:3], rows[1:3, None]):
+        wanted = values * np.repeat(rows[1:3], 2)[:, None]
+        assert np.array_equal(fp8.dequantize_weights(codes, scale), wanted, equal_nan=True)
+    for scale in (rows[3], rows[3:], rows[3:, None]):
+        got = fp8.dequantize_weights(codes, np.asarray(scale))
+        assert np.array_equal(got, 5 * values, equal_nan=True)
+
+
+@pytest.mark.parametrize("scales", ["group", "token", "tensor"])
+def test_quantised_tokens_of_other_scales(scales):
+    x = random_tokens(5, 256, 2, 1, seed=3).x
+    codes, scale = quantize_tokens(x, scales=scales)
+    assert scale.shape == {"group": (5, 2), "token": (5, 1), "tensor": (1,)}[scales]
+    largest = np.abs(fp8.dequantize_tokens(codes, scale)).max()
+    assert np.float32(largest) == pytest.approx(np.abs(x).max(), rel=1e-6)
+    assert relative_error(fp8.dequantize_tokens(codes, scale), x) < 0.04
+
+
+def test_e8m0():
+    codes = np.arange(256, dtype=np.uint8)
+    wanted = codes.view(ml_dtypes.float8_e8m0fnu).astype(F32)
+    assert np.array_equal(fp8.decode_e8m0(codes), wanted, equal_nan=True)
+    assert fp8.decode_e8m0(codes)[0] == 2.0**-127 and np.isnan(fp8.decode_e8m0(codes)[255])
+
+
 def test_random_tokens():
     x, ids, weights = random_tokens(500, 256, 8, 3, seed=15, outliers=2)
     assert (x.dtype, ids.dtype, weights.dtype) == (F32, np.int32, F32)

@@ -55,6 +55,7 @@ ORDER = {
         "memory_map",
         "spread",
         "plan",
+        "scales",
         "mega_moe_params",
         "mega_moe_scratch",
         "mega_moe",

@@ -93,7 +93,7 @@ class Call(NamedTuple):
 
 @pytest.fixture(scope="session")
 def make_layer():
-    """make_layer(num_experts, hidden, intermediate, seed=0, format="fp8_block"): memoised."""
+    """make_layer(num_experts, hidden, intermediate, seed=0, outliers=0, format=...): memoised."""
     import cupy
 
     made = {}
@@ -101,9 +101,8 @@ def make_layer():
     def make(num_experts, hidden, intermediate, seed=0, outliers=0, format="fp8_block"):
         key = (num_experts, hidden, intermediate, seed, outliers, format)
         if key not in made:
-            codes = reference.random_layer(
-                *key[:3], seed=seed, xp=cupy, outliers=outliers, format=format
-            )
+            options = {"seed": seed, "xp": cupy, "outliers": outliers, "format": format}
+            codes = reference.random_layer(*key[:3], **options)
             weights = ExpertWeights(codes.w13, codes.w2, codes.w13_scale, codes.w2_scale)
             made[key] = Layer(codes, weights, *key[:3])
         return made[key]

@@ -154,6 +154,75 @@ def test_up_first(make_layer, make_call, workspace, activation, num_tokens):
     call.check(y, 4e-2, activation=activation, gate_up="up_first")
 
 
+def with_scales(layer, w13_scale, w2_scale, **options):
+    """The layer with other scales."""
+    codes = layer.codes._replace(w13_scale=w13_scale, w2_scale=w2_scale)
+    weights = ExpertWeights(codes.w13, codes.w2, w13_scale, w2_scale, **options)
+    return layer._replace(codes=codes, weights=weights)
+
+
+def apart(scale, seed):
+    """Scales that differ by up to 4 from each other: a wrong one shows."""
+    import cupy
+
+    factors = cupy.random.default_rng(seed).random(scale.shape, dtype=cupy.float32)
+    return scale * (0.5 + 1.5 * factors)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16, 300, 2000])
+@pytest.mark.parametrize("gate_up", ["gate_first", "up_first"])
+@pytest.mark.parametrize("sizes", [(12, 512, 320), (3, 640, 208), (1, 4096, 128)], ids=str)
+@pytest.mark.parametrize("scales", ["channel", "tensor"])
+def test_weight_scales(make_layer, make_call, workspace, scales, sizes, gate_up, num_tokens):
+    """Of channels, and of halves of w13; the last size has tiles in parts."""
+    layer = make_layer(*sizes, format=f"fp8_{scales}")
+    w13_scale, w2_scale = layer.codes.w13_scale, layer.codes.w2_scale
+    if scales == "tensor":
+        w13_scale = w13_scale[:, :, 0].repeat(2, axis=1)
+    layer = with_scales(layer, apart(w13_scale, 1), apart(w2_scale, 2), gate_up=gate_up)
+    call = make_call(layer, num_tokens, min(3, sizes[0]))
+    call.check(call.run(call.fp8, workspace), 5e-2, gate_up=gate_up)
+    call.check(call.run(call.bf16, workspace), 5e-2, gate_up=gate_up)
+
+
+@pytest.mark.parametrize("num_tokens", [16, 2000])
+@pytest.mark.parametrize("weight_scales", ["block", "channel"])
+@pytest.mark.parametrize("scales", ["token", "tensor"])
+def test_token_scales(make_layer, make_call, workspace, scales, weight_scales, num_tokens):
+    import cupy
+
+    from jitmoe.fp8 import quantize_tokens
+
+    call = make_call(make_layer(12, 512, 320, format=f"fp8_{weight_scales}"), num_tokens, 3)
+    codes, scale = quantize_tokens(call.tokens.x, cupy, scales)
+    call = call._replace(codes=codes, scale=scale)
+    y = call.run(call.fp8, workspace)
+    call.check(y, 4e-2)
+    wide = cupy.broadcast_to(scale.reshape(-1, 1), (num_tokens, 4)).copy()
+    others = [wide, scale.reshape(-1) if scales == "token" else scale.reshape(())]
+    assert all((call.run((codes, other), workspace) == y).all() for other in others)
+
+
+@pytest.mark.parametrize("num_tokens", [16, 2000])
+@pytest.mark.parametrize("scales", ["block", "channel", "tensor"])
+def test_scales_in_powers_of_two(make_layer, make_call, workspace, scales, num_tokens):
+    """e8m0 as bytes, strided: the bits of f32 scales of the same values."""
+    import cupy
+
+    layer = make_layer(12, 512, 320, format=f"fp8_{scales}")
+    given = layer.codes.w13_scale, layer.codes.w2_scale
+    exponents = [cupy.rint(cupy.log2(scale)).astype(cupy.int32) for scale in given]
+    wide = [cupy.exp2(e.astype(cupy.float32)) for e in exponents]
+    call = make_call(with_scales(layer, *wide), num_tokens, 3)
+    y = call.run(call.fp8, workspace)
+    call.check(y, 4e-2)
+    bits = [cupy.asfortranarray((e + 127).astype(cupy.uint8)) for e in exponents]
+    narrow = ExpertWeights(layer.codes.w13, layer.codes.w2, *bits)
+    assert narrow.format == f"fp8_{scales}"
+    call = call._replace(layer=call.layer._replace(weights=narrow))
+    assert (call.run(call.fp8, workspace) == y).all()
+
+
 @pytest.mark.parametrize("num_tokens", [16, 300, 2000])
 @pytest.mark.parametrize("intermediate", [208, 384])
 def test_interleaved(make_layer, make_call, workspace, intermediate, num_tokens):

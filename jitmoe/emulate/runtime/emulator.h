@@ -32,6 +32,7 @@ u32 compare_and_swap(u32* address, u32 expected, u32 desired, Order order, Scope
 void fence_async_shared();
 void fence_async_global();
 void copy_async(void* shared, const void* global, u32 num_bytes);
+void wait_for_copies();
 
 // mbarriers.
 void init_barrier(u64* barrier, u32 arrivals);

@@ -204,4 +204,16 @@ void copy_async(void* shared, const void* global, u32 num_bytes) {
     machine.current->copies.push_back(copy);
 }
 
+// cp.async.wait_all: "wait for all prior cp.async operations initiated by the executing thread"; no other thread knows.
+void wait_for_copies() {
+    maybe_switch();
+    Fiber& self = *machine.current;
+    land_copies(self, self.first_copy + self.copies.size());
+    if (self.copy_agent.epoch == 0) return;
+    Clocks landed;
+    release_async(self.copy_agent, true, landed);
+    acquire(self, share(std::move(landed)));
+    self.copy_agent.epoch += 1;
+}
+
 }  // namespace emu
