@@ -202,7 +202,10 @@ CASES = (
     _case("decode", (384, 80, 33, 3), (130, 3)),
     _case("prefill", (256, 208, 2, 2), (140, 133, 30), "hot_expert"),
     _case("prefill", (128, 48, 33, 32), (140,), "hot_expert", num_blocks=1),
-    _case("decode", (256, 208, 3, 2), (5, 12), overlap=True, has_bias=True),
+    _case(
+        *("decode", (512, 208, 8, 2), (5, 12), "one_expert"),
+        **{"num_blocks": 6, "overlap": True, "small_parts": True, "has_bias": True},
+    ),
     # Rows of bf16 that end inside a k-block; tiles that take tokens of their expert along.
     _case("decode", (144, 208, 3, 2), (5, 40, 12), overlap=True, format="bf16"),
     _case("prefill", (272, 144, 2, 2), (140, 133, 30), "hot_expert", format="bf16"),

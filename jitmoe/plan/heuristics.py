@@ -101,18 +101,13 @@ def _unroll_k(name: str, problem: MoeProblem, has_bias: bool) -> int:
     8 is 0.8 % quicker than 4 on S1 at 8192 tokens, 0.3 % at 2048 (H200, 2026-11-29), and spills at
     some sizes; so does 2 beyond 16 slots, where the code around the loop is longest. Tiles of 16
     k-blocks and fewer (S2) are 2 to 3 % quicker with 1; in decode 2 and 4 are no quicker than 1, or
-    3 % slower at 512 tokens of S2 (H200, 2026-11-30). With biases 4 spills at some sizes, with
-    scales of channels too 2 as well. Sums in bf16 need no promotion: their loop keeps the tensor
-    cores busy as it is.
+    3 % slower at 512 tokens of S2 (H200, 2026-11-30). With biases 4 and 2 spill at some sizes. Sums
+    in bf16 need no promotion: their loop keeps the tensor cores busy as it is.
     """
     if not format_of(problem.format).quantizes:
         return 1
     is_short = problem.hidden <= 16 * QUANT_GROUP
-    if name == "decode" or is_short or problem.top_k > 16:
-        return 1
-    if has_bias:
-        return 1 if format_of(problem.format).has_channel_scales else 2
-    return 4
+    return 1 if name == "decode" or is_short or has_bias or problem.top_k > 16 else 4
 
 
 def plans_of_model(problem: MoeProblem, gpu: GpuSpec, **variant) -> dict[str, MegaMoePlan]:

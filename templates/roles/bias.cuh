@@ -60,12 +60,8 @@ DEVICE void add_bias(const Params& p, const Smem& smem, const Task& task, const 
     }
     // Rows past the end have no bias. Those of down are never stored.
     constexpr bool kIsRagged = kIntermediate % (kBlockRows / 2) != 0;
-    u32 end = kPhase == kGemm1 ? 2 * (kIntermediate - task.tile * (kBlockRows / 2)) : kBlockRows;
-    u32 lane = lane_idx();
-    if constexpr (kIsRagged) {  // else what follows from them takes registers of the main loop, which then spills
-        forget_value(end);
-        forget_value(lane);
-    }
+    const u32 end = kPhase == kGemm1 ? 2 * (kIntermediate - task.tile * (kBlockRows / 2)) : kBlockRows;
+    const u32 lane = lane_idx();
     const u32 bytes = u32(p.bias_bytes);
     constexpr u32 kGroups = kTokenRows ? N / 8 : 1;  // of 8 or 16 weight rows, in a block of 64
     const u8* biases = smem.bias[slot];
