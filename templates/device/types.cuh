@@ -16,8 +16,17 @@ struct alignas(64) TensorMap {
 constexpr u32 kWarpThreads = 32;
 constexpr u32 kFullMask = 0xffffffffu;
 
+// The compiler forgets what it knows of `value`: nothing derived from it is computed ahead and kept in registers.
+DEVICE void forget_value(u32& value) { asm volatile("" : "+r"(value)); }
+
 DEVICE u32 thread_idx() { return threadIdx.x; }
-DEVICE u32 lane_idx() { return threadIdx.x % kWarpThreads; }
+DEVICE u32 lane_idx() {
+    u32 thread = threadIdx.x;
+#ifdef TRACED
+    forget_value(thread);  // else one register holds the lane for all roles: beside stamps there is none
+#endif
+    return thread % kWarpThreads;
+}
 DEVICE u32 num_blocks() { return gridDim.x; }
 
 // Volatile, so that it is read again where needed and not kept in a register from the start of the kernel.
@@ -43,9 +52,6 @@ DEVICE u32 make_uniform(u32 value) {
     asm volatile("redux.sync.or.b32 %0, %1, 0xffffffff;" : "=r"(uniform) : "r"(value));
     return uniform;
 }
-
-// The compiler forgets what it knows of `value`: nothing derived from it is computed ahead and kept in registers.
-DEVICE void forget_value(u32& value) { asm volatile("" : "+r"(value)); }
 
 // The CTA's dynamic shared memory, laid out as T.
 template <typename T>

@@ -246,7 +246,9 @@ DEVICE void run_tile(const Params& p, Smem& smem, const Head& head, Ring<kNumSta
         sync_warp();  // before the epilogue writes there
     }
     if constexpr (kHasExtra) weights.load(p, same, same_share, pairs + same_share.first_token);
-    store<N, kTokenRows>(p, smem, same, same_share, slot, weights, pairs, sums.own);
+    // A traced kernel has no registers to keep the task over join_parts.
+    const Task last = kTrace ? read_task(smem, slot) : same;
+    store<N, kTokenRows>(p, smem, last, same_share, slot, weights, pairs, sums.own);
     if constexpr (kHasExtra) {
         sync_warp();  // the buffers of the warp's own are used again
         const Share extra_share = find_extra_share(same);

@@ -237,8 +237,11 @@ def test_an_untraced_kernel_has_no_trace(tmp_path):
 
 @pytest.mark.parametrize("bucket", ["decode", "prefill"])
 @pytest.mark.parametrize("format", ["fp8_block", "bf16"])
-def test_traced_kernels_compile_clean(format, bucket):
-    problem = MoeProblem(0, 7168, 2048, 32, 8, format)
+@pytest.mark.parametrize(
+    "sizes", [(7168, 2048, 32, 8), (2048, 768, 128, 8), (2048, 768, 16, 4), (4096, 14336, 8, 2)]
+)
+def test_traced_kernels_compile_clean(sizes, format, bucket):
+    problem = MoeProblem(0, *sizes, format)
     plan = replace(plans_of_model(problem, GPU)[bucket], trace=True)
     plan.check(GPU)
     cubin = nvrtc.compile(render(plan), plan.arch, "kernel.cu")
