@@ -4,9 +4,10 @@
     python examples/make_tables.py --check    say whether it is up to date (exit 1 if not)
 
 A line of a *.jsonl is one measured point. Of points that differ only in when they were measured the
-latest counts. A *-peers.toml holds what others reach.
+latest counts. A *-peers.toml holds what others reach, transformers/*.jsonl what models do.
 """
 
+import json
 import sys
 from pathlib import Path
 
@@ -150,21 +151,49 @@ def conditions(rows: list[dict]) -> str:
     return ", ".join(parts) + "; " + ", ".join(f"`{command}`" for command in commands)
 
 
-def figures(rows: list[dict], peers: list[dict], picture: bool) -> str:
+def models(folder: Path) -> list[dict]:
+    """Rows of examples/08_transformers_speed.py, of the latest file."""
+    paths = sorted(folder.glob("*.jsonl"))
+    return [json.loads(line) for path in paths[-1:] for line in path.read_text().splitlines()]
+
+
+def models_table(rows: list[dict]) -> str:
+    """Tokens a second by model and phase, a column for each implementation of the experts."""
+    points: dict[tuple, dict] = {}
+    for row in rows:
+        point = tuple(row[name] for name in ("model", "format", "phase", "size"))
+        points.setdefault(point, {})[row["experts"]] = row
+    texts = []
+    for (model, experts_format, phase, size), by in points.items():
+        text = {"model": model, "experts": experts_format}
+        text["what"] = (
+            f"{phase}, {size:,} tokens" if phase == "prefill" else f"decode, batch {size}"
+        )
+        for name in ("batched_mm", "grouped_mm", "jitmoe"):
+            text[name] = number(by.get(name, {}).get("tokens_per_s"), ",.0f")
+        apart = [row["apart"] for name, row in by.items() if row.get("apart") and name != "jitmoe"]
+        text["logits apart"] = number(max(apart, default=None), ".1e")
+        texts.append(text)
+    title = "#### Models of transformers, tokens a second, eager"
+    return "\n".join([title, "", conditions(rows), "", *markdown(list(texts[0]), texts)])
+
+
+def figures(rows: list[dict], peers: list[dict], picture: bool, of_models: list[dict] = ()) -> str:
     parts = comparisons(rows, peers[-1], picture) if peers else []
+    parts += [models_table(of_models)] if of_models else []
     parts += [table(part) for part in latest(rows).values()]
     return "\n\n".join(parts) if parts else NOTHING
 
 
-def updated(readme: str, rows: list[dict], peers: list[dict] = (), picture: bool = False) -> str:
-    """`readme` with its figures made anew: from rows, the published figures of peers, and with the
-    picture if there is one. Raises ValueError if it lacks the marks.
+def updated(readme: str, rows: list[dict], peers=(), picture=False, of_models=()) -> str:
+    """`readme` with its figures made anew: from rows, the published figures of peers, with the
+    picture if there is one, and rows of models. Raises ValueError if it lacks the marks.
     """
     before, begin, rest = readme.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"README.md must hold {BEGIN} and, after it, {END}")
-    return f"{before}{BEGIN}\n\n{figures(rows, peers, picture)}\n\n{END}{after}"
+    return f"{before}{BEGIN}\n\n{figures(rows, peers, picture, of_models)}\n\n{END}{after}"
 
 
 def main(args: list[str]) -> int:
@@ -174,7 +203,8 @@ def main(args: list[str]) -> int:
     path = ROOT / "README.md"
     old = path.read_text(encoding="utf-8")
     try:
-        new = updated(old, load(RECORDS), published(RECORDS), (ROOT / PICTURE).is_file())
+        is_drawn, of_models = (ROOT / PICTURE).is_file(), models(RECORDS / "transformers")
+        new = updated(old, load(RECORDS), published(RECORDS), is_drawn, of_models)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1

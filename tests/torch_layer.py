@@ -23,6 +23,19 @@ BF16_WEIGHTS = tuple(
 )
 
 
+def fp8_layer(scales: str):
+    """One with scales of another kind, "channel" or "tensor": (layer, weights) as above."""
+    layer = reference.random_layer(EXPERTS, HIDDEN, INTERMEDIATE, seed=1, format=f"fp8_{scales}")
+    codes = (torch.from_numpy(part).view(torch.float8_e4m3fn) for part in (layer.w13, layer.w2))
+    return layer, (*codes, torch.from_numpy(layer.w13_scale), torch.from_numpy(layer.w2_scale))
+
+
+def quantized_by_token(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x as e4m3 codes and a scale for each token [num_tokens, 1]."""
+    scale = x.float().abs().amax(dim=1, keepdim=True) / 448
+    return (x.float() / scale).to(torch.float8_e4m3fn), scale
+
+
 class Tokens(NamedTuple):
     """In the order of `mega_moe`; a third of the slots are unused."""
 
@@ -43,11 +56,15 @@ def quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.from_numpy(codes).view(torch.float8_e4m3fn), torch.from_numpy(scale)
 
 
-def error(y: torch.Tensor, given, layer=LAYER, **variant) -> float:
+def error(y: torch.Tensor, given, layer=LAYER, x=None, **variant) -> float:
     """y's relative error to the oracle that rounds where the kernel does; `variant` is of
-    `reference.mega_moe`.
+    `reference.mega_moe`. `x` are codes and scales of tokens in place of those of `given`.
     """
-    x, ids, router = (tensor.float().numpy() for tensor in given)
-    args = x, None, ids.astype("i8"), router, *layer
+    rows, ids, router = (tensor.float().numpy() for tensor in given)
+    scale = None
+    if x is not None:
+        rows = x[0].view(torch.uint8).numpy()
+        scale = x[1].expand(-1, HIDDEN // 128).numpy()
+    args = rows, scale, ids.astype("i8"), router, *layer
     ref = reference.mega_moe(*args, requantize=True, **variant)
     return reference.relative_error(y.float().numpy(), ref)

@@ -245,7 +245,9 @@ def run(experts, quantize, x, w1, w2, topk_weights, topk_ids, **options):
     return y
 
 
-FP8_BLOCKS, FP8_TOKENS, FP8_TENSOR = "128 x 128 blocks", "1 x 128 groups", "a tensor"  # keys
+# Keys of quantisations: of weights, and of tokens.
+FP8_BLOCKS, FP8_CHANNEL, FP8_TENSOR = "128 x 128 blocks", "a channel", "a tensor"
+FP8_TOKENS, FP8_TOKEN, FP8_DYNAMIC_TENSOR = "1 x 128 groups", "a token", "a tensor as it comes"
 PLATFORM = SimpleNamespace(is_cuda=lambda: True, is_device_capability=lambda number: number == 90)
 FUSED_MOE = "vllm.model_executor.layers.fused_moe"
 PLACES = {
@@ -260,6 +262,10 @@ PLACES = {
     "vllm.model_executor.layers.quantization.utils.quant_utils": [
         ("kFp8Static128BlockSym", FP8_BLOCKS),
         ("kFp8Dynamic128Sym", FP8_TOKENS),
+        ("kFp8StaticChannelSym", FP8_CHANNEL),
+        ("kFp8DynamicTokenSym", FP8_TOKEN),
+        ("kFp8StaticTensorSym", FP8_TENSOR),
+        ("kFp8DynamicTensorSym", FP8_DYNAMIC_TENSOR),
     ],
     "vllm.platforms": [("current_platform", PLATFORM)],
 }

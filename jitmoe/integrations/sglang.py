@@ -52,7 +52,10 @@ _DESCRIPTIVE = {
     "top_k",
 }
 # Those of TritonMoeQuantInfo that are.
-_WEIGHTS = {"w13_weight", "w2_weight", "w13_scale", "w2_scale", "use_fp8_w8a8", "block_shape"}
+_WEIGHTS = {
+    *("w13_weight", "w2_weight", "w13_scale", "w2_scale"),
+    *("use_fp8_w8a8", "block_shape", "per_channel_quant"),
+}
 
 
 def register(backend: str = "cuda") -> None:
@@ -68,7 +71,7 @@ def register(backend: str = "cuda") -> None:
 
 
 class JitmoeRunnerCore(DispatchMoeRunnerCore):
-    """Block-FP8 experts in one launch: both GEMMs, router weights and the sum over slots.
+    """Experts in FP8 or bf16 in one launch: both GEMMs, router weights and the sum over slots.
 
     config  MoeRunnerConfig, each field of which is obeyed or refused by name: NotImplementedError,
             one sentence
@@ -87,9 +90,11 @@ class JitmoeRunnerCore(DispatchMoeRunnerCore):
         """The experts of tokens in the standard format -> StandardCombineInput of y.
 
         dispatch_output  hidden_states [num_tokens, hidden] bf16, or e4m3 with hidden_states_scale
-                         f32 [num_tokens, hidden / 128]; topk_output with topk_weights and topk_ids
-                         [num_tokens, top_k], -1 for experts that are not here
-        quant_info       TritonMoeQuantInfo of block-FP8 weights, used in place
+                         f32 [num_tokens, hidden / 128], [num_tokens, 1] or [1]; topk_output with
+                         topk_weights and topk_ids [num_tokens, top_k], -1 for experts that are not
+                         here
+        quant_info       TritonMoeQuantInfo of weights used in place: in FP8 with scales of 128 x
+                         128 blocks, of channels or of experts, or in bf16
         runner_config    MoeRunnerConfig; routed_scaling_factor multiplies y
 
         y is bf16 and always new memory. Raises NotImplementedError for what there is no kernel for,
@@ -158,10 +163,11 @@ def _activation(config) -> Activation | str:
 def _check_weights(quant_info) -> None:
     if not is_dataclass(quant_info) or not hasattr(quant_info, "use_fp8_w8a8"):
         _refuse("TritonMoeQuantInfo", type(quant_info).__name__)
-    if not quant_info.use_fp8_w8a8:
-        _refuse("use_fp8_w8a8 True", quant_info.use_fp8_w8a8)
-    if quant_info.block_shape is None or list(quant_info.block_shape) != BLOCK:
-        _refuse(f"block_shape {BLOCK}", quant_info.block_shape)
+    if not quant_info.use_fp8_w8a8 and quant_info.w13_weight.dtype != torch.bfloat16:
+        got = str(quant_info.w13_weight.dtype).removeprefix("torch.")
+        _refuse("use_fp8_w8a8 or weights in bfloat16", got)
+    if quant_info.block_shape is not None and list(quant_info.block_shape) != BLOCK:
+        _refuse(f"block_shape {BLOCK} or None", quant_info.block_shape)
     _check_defaults(quant_info, _WEIGHTS)
 
 

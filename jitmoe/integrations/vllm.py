@@ -9,7 +9,11 @@ try:
     from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
     from vllm.model_executor.layers.quantization.utils.quant_utils import (
         kFp8Dynamic128Sym,
+        kFp8DynamicTensorSym,
+        kFp8DynamicTokenSym,
         kFp8Static128BlockSym,
+        kFp8StaticChannelSym,
+        kFp8StaticTensorSym,
     )
     from vllm.platforms import current_platform
 except ImportError as error:
@@ -22,6 +26,15 @@ from jitmoe import Activation, MoeProblem
 from jitmoe.integrations.torch import mega_moe
 
 BLOCK = [128, 128]
+
+# Of weights and of tokens; without any they are in bf16. What lies between the GEMMs is always
+# quantised per token and 128 channels, finer than any of them.
+QUANTISATIONS = (
+    (None, None),
+    (kFp8Static128BlockSym, kFp8Dynamic128Sym),
+    (kFp8StaticChannelSym, kFp8DynamicTokenSym),
+    (kFp8StaticTensorSym, kFp8DynamicTensorSym),
+)
 
 # vLLM's activations and our kinds. Its plain "swigluoai" has gate and up row by row in turn.
 KINDS = {
@@ -38,15 +51,13 @@ _UNSUPPORTED = (
     "w2_zp",
     "a1_scale",
     "a2_scale",
-    "per_act_token_quant",
-    "per_out_ch_quant",
 )
 
 
 class JitmoeExperts(modular_kernel.FusedMoEExpertsModular):
-    """Block-FP8 experts in one launch: both GEMMs, router weights and the sum over slots.
+    """Experts in FP8 or bf16 in one launch: both GEMMs, router weights and the sum over slots.
 
-    moe_config, quant_config  of vLLM; weights and block scales are used in place
+    moe_config, quant_config  of vLLM; weights and their scales are used in place
     backend                   as in `jitmoe.integrations.torch.mega_moe`
 
     Pair it with a prepare and finalize step in vLLM's `FusedMoEKernel`. What there is no kernel for
@@ -81,7 +92,7 @@ class JitmoeExperts(modular_kernel.FusedMoEExpertsModular):
 
     @staticmethod
     def _supports_quant_scheme(weight_key, activation_key) -> bool:
-        return (weight_key, activation_key) == (kFp8Static128BlockSym, kFp8Dynamic128Sym)
+        return (weight_key, activation_key) in QUANTISATIONS
 
     @staticmethod
     def _supports_activation(activation) -> bool:
@@ -161,9 +172,9 @@ class JitmoeExperts(modular_kernel.FusedMoEExpertsModular):
 
         output         [num_tokens, hidden] bf16
         hidden_states  [num_tokens, hidden] bf16, or e4m3 with a1q_scale f32 [num_tokens, hidden /
-                       128]
+                       128], [num_tokens, 1] or [1]
         w1, w2         [num_experts, 2 * intermediate, hidden], gate rows first, and [num_experts,
-                       hidden, intermediate], e4m3; their scales are those of quant_config
+                       hidden, intermediate], e4m3 with the scales of quant_config, or bf16
         expert_map     int32 [global_num_experts], the number here of every expert, -1 for those of
                        other ranks; None if ids count the experts here. One of experts in a row is
                        read once, and again after a write; it must not change under a CUDA graph
@@ -172,7 +183,7 @@ class JitmoeExperts(modular_kernel.FusedMoEExpertsModular):
 
         The rest is of no use here, and a2_scale must be None.
         """
-        self._check(hidden_states, a2_scale)
+        self._check(hidden_states, w1, a2_scale)
         first_expert = 0
         if expert_map is not None:
             first = _first_expert(expert_map, w1.shape[0])
@@ -197,7 +208,7 @@ class JitmoeExperts(modular_kernel.FusedMoEExpertsModular):
             backend=self.backend,
         )
 
-    def _check(self, hidden_states: torch.Tensor, a2_scale) -> None:
+    def _check(self, hidden_states: torch.Tensor, w1: torch.Tensor, a2_scale) -> None:
         """Raise NotImplementedError unless the kernel computes these experts."""
         for name in _UNSUPPORTED:
             got = getattr(self, name)
@@ -205,8 +216,10 @@ class JitmoeExperts(modular_kernel.FusedMoEExpertsModular):
                 _refuse(f"no {name}", "a tensor" if isinstance(got, torch.Tensor) else got)
         if a2_scale is not None:
             _refuse("activations quantised as they come", "a2_scale")
-        if self.block_shape is None or list(self.block_shape) != BLOCK:
-            _refuse(f"block_shape {BLOCK}", self.block_shape)
+        if self.block_shape is not None and list(self.block_shape) != BLOCK:
+            _refuse(f"block_shape {BLOCK} or None", self.block_shape)
+        if self.w1_scale is None and w1.dtype != torch.bfloat16:
+            _refuse("w1 in bfloat16 or scales of it", f"{str(w1.dtype).removeprefix('torch.')}")
         if getattr(self.moe_config, "is_lora_enabled", False):
             _refuse("no LoRA", "is_lora_enabled")
         if hidden_states.dim() != 2:

@@ -43,7 +43,8 @@ DEVICE void end_channel_scales() {
 
 template <u32 N, bool kTokenRows>
 DEVICE void apply_channel_scales(Smem& smem, const Share& share, float (&sums)[kShareBlocks<kTokenRows>][N / 2]) {
-    const u32 lane = lane_idx();
+    u32 lane = lane_idx();
+    if constexpr (kHasBias) forget_value(lane);  // as in add_bias: at some sizes the main loop would spill
     const float* scales = channel_scales(smem, share);
 #pragma unroll
     for (u32 m = 0; m < kShareBlocks<kTokenRows>; ++m) {
@@ -65,5 +66,6 @@ DEVICE void apply_channel_scales(Smem& smem, const Share& share, float (&sums)[k
                 four[3] *= high;
             }
         }
+        if constexpr (kHasBias) sync_warp();
     }
 }

@@ -28,6 +28,7 @@ ODD_SHAPES = [
     ModelShape("ragged 320", 2048, 320, 16, 4, "test"),
     ModelShape("ragged 80", 512, 80, 8, 2, "test"),
     ModelShape("ragged 1040", 4096, 1040, 8, 1, "test"),
+    ModelShape("one k-block", 128, 208, 8, 2, "test"),
     ModelShape("smallest", 128, 16, 1, 1, "test"),
     ModelShape("largest", 16_384, 32_768, 1_024, 32, "test"),
 ]

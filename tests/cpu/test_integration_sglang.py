@@ -15,7 +15,17 @@ torch = pytest.importorskip("torch", reason="needs PyTorch: pip install 'jitmoe[
 
 import sglang_interface as sglang  # noqa: E402
 import stand_in  # noqa: E402
-from torch_layer import EXPERTS, WEIGHTS, error, quantized, tokens  # noqa: E402
+from torch_layer import (  # noqa: E402
+    BF16_LAYER,
+    BF16_WEIGHTS,
+    EXPERTS,
+    WEIGHTS,
+    error,
+    fp8_layer,
+    quantized,
+    quantized_by_token,
+    tokens,
+)
 
 from jitmoe import Activation  # noqa: E402
 
@@ -86,6 +96,24 @@ def test_quantised_tokens(adapter):
     assert error(run(given, dispatch=dispatch), given) < 4e-3
 
 
+@pytest.mark.parametrize("scales", ["channel", "tensor"])
+def test_other_scales(adapter, scales):
+    given, (layer, weights) = tokens(20), fp8_layer(scales)
+    names = ("w13_weight", "w2_weight", "w13_scale", "w2_scale")
+    quant = replace(QUANT, **dict(zip(names, weights, strict=True)), block_shape=None)
+    quant = replace(quant, per_channel_quant=scales == "channel")
+    assert error(run(given, quant), given, layer) < 4e-3
+    codes, scale = x = quantized_by_token(given.x)
+    dispatch = dispatched(given, hidden_states=codes, hidden_states_scale=scale)
+    assert error(run(given, quant, dispatch=dispatch), given, layer, x=x) < 4e-3
+
+
+def test_bf16(adapter):
+    given, (w13, w2) = tokens(20), BF16_WEIGHTS
+    y = run(given, sglang.TritonMoeQuantInfo(w13_weight=w13, w2_weight=w2))
+    assert error(y, given, BF16_LAYER) < 4e-3
+
+
 OAI = {"gemm1_alpha": 1.7, "gemm1_clamp_limit": 1.0, "gate_up_interleaved": False}
 
 
@@ -144,10 +172,8 @@ def test_a_field_that_is_not_known_is_refused_if_it_is_set(adapter):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"use_fp8_w8a8": False}, "use_fp8_w8a8 True, got False"),
-        ({"block_shape": None}, "block_shape [128, 128], got None"),
-        ({"block_shape": [64, 128]}, "block_shape [128, 128], got [64, 128]"),
-        ({"per_channel_quant": True}, "per_channel_quant False, got True"),
+        ({"use_fp8_w8a8": False}, "use_fp8_w8a8 or weights in bfloat16, got float8_e4m3fn"),
+        ({"block_shape": [64, 128]}, "block_shape [128, 128] or None, got [64, 128]"),
         ({"use_int8_w8a8": True}, "use_int8_w8a8 False, got True"),
         ({"b13": torch.zeros(4, 256)}, "b13 None, got a tensor"),
         ({"b2": torch.zeros(4, 256)}, "b2 None, got a tensor"),

@@ -191,7 +191,7 @@ def test_variants(variant, has_out):
 
 
 def test_batch_invariant(monkeypatch):
-    """The argument gets to the layer; what it does there is tests/cpu/test_batch_invariance.py."""
+    """The argument gets to the layer; what it does there is tests/cpu/test_emulate_batches.py."""
     given, seen = tokens(5), []
     launch = integration.launch
     monkeypatch.setattr(

@@ -15,7 +15,18 @@ torch = pytest.importorskip("torch", reason="needs PyTorch: pip install 'jitmoe[
 
 import stand_in  # noqa: E402
 import vllm_interface as vllm  # noqa: E402
-from torch_layer import EXPERTS, HIDDEN, WEIGHTS, error, quantized, tokens  # noqa: E402
+from torch_layer import (  # noqa: E402
+    BF16_LAYER,
+    BF16_WEIGHTS,
+    EXPERTS,
+    HIDDEN,
+    WEIGHTS,
+    error,
+    fp8_layer,
+    quantized,
+    quantized_by_token,
+    tokens,
+)
 
 from jitmoe import Activation  # noqa: E402
 
@@ -72,6 +83,27 @@ def test_tokens_that_were_dispatched_come_quantised(experts):
     assert not experts(moe).expects_unquantized_inputs
     given = tokens(9)
     assert error(run(experts(moe), given), given) < 4e-3
+
+
+@pytest.mark.parametrize("scales", ["channel", "tensor"])
+def test_other_scales(experts, scales):
+    """Tokens in bf16, and quantised by token where they were dispatched."""
+    given, (layer, (w1, w2, *weight_scales)) = tokens(20), fp8_layer(scales)
+    quantisation = dict(zip(("w1_scale", "w2_scale"), weight_scales, strict=True))
+    quantisation |= {"block_shape": None, "per_out_ch_quant": True, "per_act_token_quant": True}
+    args = quantized_by_token, given[0], w1, w2, given[2], given[1]
+    y = vllm.run(experts(**quantisation), *args)
+    assert error(y, given, layer) < 4e-3
+    moe = replace(MOE, moe_parallel_config=vllm.ParallelConfig(use_all2all_kernels=True))
+    dispatched = vllm.run(experts(moe, **quantisation), *args)
+    assert error(dispatched, given, layer, x=quantized_by_token(given[0])) < 4e-3
+    assert not torch.equal(y, dispatched)
+
+
+def test_bf16(experts):
+    given, nothing = tokens(20), dict.fromkeys(("w1_scale", "w2_scale", "block_shape"))
+    y = vllm.run(experts(**nothing), None, given[0], *BF16_WEIGHTS, given[2], given[1])
+    assert error(y, given, BF16_LAYER) < 4e-3
 
 
 @pytest.mark.parametrize(
@@ -184,8 +216,11 @@ STANDARD, BATCHED = vllm.FusedMoEActivationFormat
         ({"is_lora_enabled": True}, KEYS, STANDARD, "LoRA"),
         ({}, KEYS, BATCHED, "format"),
         ({}, (vllm.FP8_BLOCKS, None), STANDARD, "quantization"),
-        ({}, (vllm.FP8_TENSOR, vllm.FP8_TENSOR), STANDARD, "quantization"),
-        ({}, (None, None), STANDARD, "quantization"),
+        ({}, (vllm.FP8_CHANNEL, vllm.FP8_TOKENS), STANDARD, "quantization"),
+        ({}, (None, vllm.FP8_TOKEN), STANDARD, "quantization"),
+        ({}, (vllm.FP8_CHANNEL, vllm.FP8_TOKEN), STANDARD, None),
+        ({}, (vllm.FP8_TENSOR, vllm.FP8_DYNAMIC_TENSOR), STANDARD, None),
+        ({}, (None, None), STANDARD, None),
         (
             {"moe_parallel_config": vllm.ParallelConfig(use_fi_nvl_two_sided_kernels=True)},
             KEYS,
@@ -214,9 +249,8 @@ def test_only_hopper(adapter, monkeypatch):
         ({"w1_bias": torch.zeros(4, 256)}, "no w1_bias, got a tensor"),
         ({"w2_zp": torch.zeros(4)}, "no w2_zp, got a tensor"),
         ({"a2_scale": torch.ones(1)}, "no a2_scale, got a tensor"),
-        ({"per_act_token_quant": True}, "no per_act_token_quant, got True"),
-        ({"block_shape": [1, 32]}, r"block_shape [128, 128], got [1, 32]"),
-        ({"block_shape": None}, "block_shape [128, 128], got None"),
+        ({"block_shape": [1, 32]}, r"block_shape [128, 128] or None, got [1, 32]"),
+        ({"w1_scale": None}, "w1 in bfloat16 or scales of it, got float8_e4m3fn"),
         ({"gemm1_alpha": 1.7}, "silu without gemm1_alpha and gemm1_beta, got 1.7 and 0.0"),
     ],
 )
@@ -235,9 +269,9 @@ def test_calls_that_are_refused(experts):
     assert "no LoRA" in refused(lambda: run(experts(lora), given))
     batched = given[0][None]
     assert "Standard format, got 3 dimensions" in refused(
-        lambda: experts()._check(batched, a2_scale=None)
+        lambda: experts()._check(batched, W1, a2_scale=None)
     )
-    assert "got a2_scale" in refused(lambda: experts()._check(given[0], a2_scale=torch.ones(1)))
+    assert "got a2_scale" in refused(lambda: experts()._check(given[0], W1, a2_scale=torch.ones(1)))
 
 
 def test_the_cpu_is_used_only_if_asked(adapter):
