@@ -162,8 +162,11 @@ class Variant:
 
     @property
     def formula(self) -> dict:
-        """Arguments of `reference.mega_moe`, which takes biases themselves."""
-        return {name: value for name, value in vars(self).items() if name != "has_bias"}
+        """Arguments of `reference.mega_moe`, which takes biases themselves and knows no parts of
+        tiles.
+        """
+        kernel_only = ("has_bias", "batch_invariant")
+        return {name: value for name, value in vars(self).items() if name not in kernel_only}
 
     def scalars(self, format: str) -> dict[str, float | int]:
         """Parameters of the kernel, by name and in their order: any values of the same kernel, for
