@@ -11,7 +11,7 @@ import json
 import sys
 from pathlib import Path
 
-from jitmoe.bench.records import Comparison, compare, latest, load, published
+from jitmoe.bench.records import TABLE, Comparison, compare, latest, load, published
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "examples" / "records"
@@ -65,9 +65,14 @@ def cells(row: dict) -> dict[str, str]:
     return out
 
 
-def table(rows: list[dict]) -> str:
+def table(rows: list[dict], peers: dict[str, list[dict]] | None = None) -> str:
+    """Rows of one method; of its peers, by name, a column of microseconds each."""
     first = rows[0]
     texts = [cells(row) for row in rows]
+    for name, of_peer in (peers or {}).items():
+        us = {row["num_tokens"]: row["us_median"] for row in of_peer}
+        for row, text in zip(rows, texts, strict=True):
+            text[f"{name} us"] = number(us.get(row["num_tokens"]))
     columns = [name for name in texts[0] if any(text[name] for text in texts)]
     ranks = f", {first['num_ranks']} ranks" if first["num_ranks"] != 1 else ""
     ways = [first[name] for name in ("routing", "heat") if first[name] not in ("uniform", "cool")]
@@ -151,6 +156,19 @@ def conditions(rows: list[dict]) -> str:
     return ", ".join(parts) + "; " + ", ".join(f"`{command}`" for command in commands)
 
 
+def tables(rows: list[dict]) -> list[str]:
+    """One for each layer, format and way of calling: ours beside peers of the records."""
+    groups: dict[tuple, dict[str, list[dict]]] = {}
+    for part in latest(rows).values():
+        key = tuple(part[0][name] for name in TABLE if name != "method")
+        groups.setdefault(key, {})[part[0]["method"]] = part
+    made = []
+    for by_method in groups.values():
+        ours = by_method.pop("jitmoe", None)
+        made += [table(ours, by_method)] if ours else map(table, by_method.values())
+    return made
+
+
 def models(folder: Path) -> list[dict]:
     """Rows of examples/08_transformers_speed.py, of the latest file."""
     paths = sorted(folder.glob("*.jsonl"))
@@ -181,7 +199,7 @@ def models_table(rows: list[dict]) -> str:
 def figures(rows: list[dict], peers: list[dict], picture: bool, of_models: list[dict] = ()) -> str:
     parts = comparisons(rows, peers[-1], picture) if peers else []
     parts += [models_table(of_models)] if of_models else []
-    parts += [table(part) for part in latest(rows).values()]
+    parts += tables(rows)
     return "\n\n".join(parts) if parts else NOTHING
 
 

@@ -251,7 +251,10 @@ def test_tables():
     assert "| 1 | **84** | 83 to 85 | 8.39 | 283 | 3.37 | 2.25e-02 |" in text
     assert "310" not in text, "the latest counts"
     assert text.index("| 1 |") < text.index("| 8 | **305**")
-    assert "#### torch fp8_block, S1, graph\n" in text and "broken" not in text
+    assert "| 2.25e-02 | 400 |" in text and "torch us" in text, "a peer beside ours"
+    assert "broken" not in text and "#### torch" not in text
+    alone = module.figures([record(8, 400.0, method="torch")], [], False)
+    assert "#### torch fp8_block, S1, graph\n" in alone, "a peer where ours is not"
     assert "S1, graph, hot" in text and "S1, graph, zipf" in text
     assert "S1, eager" in text and "2026-11-29; `jitmoe bench`" in text
     eager = text.split("S1, eager")[1].split("####")[0]
