@@ -73,7 +73,7 @@ def test_one_block_at_a_time(num_tokens):
     emulated = make()
     text = render(emulated.plan, layer="emulated")
     word = "p.header + 40"  # of the control words that nobody uses
-    starts, ends = "run_head(p, smem);", "clear_unrouted_tokens(p);\n}"
+    starts, ends = "run_head(p, smem);", "add_expert_counts(p, smem);\n}"
     assert text.count(starts) == 1 and text.count(ends) == 1
     wait = f"while (block_idx() != 0 && load_acquire_gpu({word}) == 0) {{}}\n"
     done = f"if (block_idx() == 0 && lane_idx() == 0) store_release_gpu({word}, 1);\n"
