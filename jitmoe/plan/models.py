@@ -60,7 +60,8 @@ GPT_OSS_ALPHA = 1.702  # which its first configurations leave to the code
 # Models that are asked for and have no kernel, and what is missing.
 MISSING = dict.fromkeys(
     ("gpt-oss-20b", "gpt-oss-120b"),
-    "has hidden 2,880 and biases of its experts; kernels take multiples of 128 and add no biases",
+    "has experts in MXFP4; kernels take FP8 and bf16, so bring them into bf16 and name the layer: "
+    "--hidden 2880 --format bf16 --bias --gate-up interleaved --activation swiglu_oai",
 )
 
 

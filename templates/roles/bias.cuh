@@ -60,9 +60,12 @@ DEVICE void add_bias(const Params& p, const Smem& smem, const Task& task, const 
     }
     // Rows past the end have no bias. Those of down are never stored.
     constexpr bool kIsRagged = kIntermediate % (kBlockRows / 2) != 0;
-    const u32 end = kPhase == kGemm1 ? 2 * (kIntermediate - task.tile * (kBlockRows / 2)) : kBlockRows;
+    u32 end = kPhase == kGemm1 ? 2 * (kIntermediate - task.tile * (kBlockRows / 2)) : kBlockRows;
     u32 lane = lane_idx();
-    if constexpr (kChannelScales) forget_value(lane);  // as in apply_channel_scales
+    if constexpr (kChannelScales) {  // as in apply_channel_scales
+        forget_value(end);
+        forget_value(lane);
+    }
     const u32 bytes = u32(p.bias_bytes);
     constexpr u32 kGroups = kTokenRows ? N / 8 : 1;  // of 8 or 16 weight rows, in a block of 64
     const u8* biases = smem.bias[slot];

@@ -65,7 +65,9 @@ def test_names():
     assert "got 'qwen3-30b'; did you mean qwen3-30b-a3b" in message
     with pytest.raises(ValueError, match="got 'gpt'; give the path of a config.json"):
         model_shape("gpt")
-    with pytest.raises(ValueError, match="gpt-oss-20b has hidden 2,880 and biases of its experts"):
+    with pytest.raises(
+        ValueError, match="gpt-oss-20b has experts in MXFP4; kernels take FP8 and bf16"
+    ):
         model_shape("openai/gpt-oss-20b")
 
 
