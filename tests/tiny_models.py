@@ -115,8 +115,7 @@ BODIES = {
     "UnlimitedOcrTextConfig": {"class": "UnlimitedOcrTextModel"},
 }
 # Those that transformers cannot make FP8 experts of.
-NOT_IN_FP8 = {"AriaTextConfig", "Lfm2MoeConfig", "Ernie4_5_VLMoeTextConfig"}
-NOT_IN_FP8 |= {"GptOssConfig", "OpenAIPrivacyFilterConfig"}
+NOT_IN_FP8 = {"AriaTextConfig", "GptOssConfig", "Lfm2MoeConfig"}
 # Experts that do not go through the interface, by the folders of their models: they stay eager.
 EAGER = {"dbrx", "jetmoe", "llama4", "longcat_flash", "step3p7"}
 # Those that are refused, and the words of it.

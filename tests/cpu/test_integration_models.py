@@ -71,62 +71,63 @@ def outputs(model):
     return out.logits if hasattr(out, "logits") else out.last_hidden_state
 
 
-def generated(model):
-    """Tokens, and the logits of each step."""
+def generated(model, num_tokens=2):
+    """Tokens, and the logits of each step: the prompt, then tokens one by one."""
     options = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True}
-    out = model.generate(PROMPT, max_new_tokens=3, min_new_tokens=3, **options)
+    counts = {"max_new_tokens": num_tokens, "min_new_tokens": num_tokens}
+    out = model.generate(PROMPT, **counts, **options)
     return out.sequences[0, PROMPT.shape[1] :], out.logits
 
 
-@pytest.mark.parametrize("name", MODELS)
-@torch.no_grad()
-def test_bf16(name, launches):
-    model = build(name)
-    seen = []
-    for experts in experts_of(model):
-        hook = lambda *call: seen.append(call)  # noqa: E731
-        experts.register_forward_hook(hook, with_kwargs=True)
-    wanted = outputs(model)
-    calls = list(seen)
-    assert len(calls) == 1 and not launches
-    model.set_experts_implementation("jitmoe")
-    assert off(outputs(model), wanted) < NOISE and len(launches) == 1
-    for experts, args, kwargs, y in calls:
-        assert off(experts(*args, **kwargs), y) < NOISE
-    model.set_experts_implementation("eager")
-    assert torch.equal(outputs(model), wanted), "weights are as they were"
+def listen(*experts) -> list:
+    """Calls of experts modules, as they come: (module, arguments, those by name, y)."""
+    calls = []
+    for module in experts:
+        module.register_forward_hook(lambda *call: calls.append(call), with_kwargs=True)
+    return calls
 
 
 @pytest.mark.parametrize("name", LANGUAGE_MODELS)
 @torch.no_grad()
-def test_generate(name, launches):
-    """Tokens one by one, as long as noise has chosen no other token."""
+def test_language_models(name, launches):
+    """A prompt and a token after it, the latter if noise has chosen no other token."""
     model = build(name)
+    calls = listen(*experts_of(model))
     tokens, wanted = generated(model)
+    assert len(calls) == 2 and not launches
     model.set_experts_implementation("jitmoe")
     got, logits = generated(model)
-    assert len(launches) == len(logits) == 3
-    assert off(logits[0], wanted[0]) < 2 * NOISE
-    for i in range(1, 3):
-        if torch.equal(got[:i], tokens[:i]):
-            assert off(logits[i], wanted[i]) < 2 * NOISE
+    assert len(calls) == 4 and len(launches) == 2
+    for i in range(2 if got[0] == tokens[0] else 1):
+        assert off(calls[2 + i][-1], calls[i][-1]) < NOISE
+        assert off(logits[i], wanted[i]) < 2 * NOISE
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in NOT_IN_FP8])
+@pytest.mark.parametrize("name", BODIES)
+@torch.no_grad()
+def test_bodies(name, launches):
+    model = build(name)
+    calls = listen(*experts_of(model))
+    wanted = outputs(model)
+    assert len(calls) == 1 and not launches
+    model.set_experts_implementation("jitmoe")
+    assert off(outputs(model), wanted) < 2 * NOISE and len(launches) == 1
+    assert off(calls[1][-1], calls[0][-1]) < NOISE
+
+
+@pytest.mark.parametrize("name", [name for name in LANGUAGE_MODELS if name not in NOT_IN_FP8])
 @torch.no_grad()
 def test_fp8(name, launches):
     """The experts on the tokens that the model gives them, beside bf16 ones of the same values."""
     model = build(name)
-    pairs, seen = quantized(model), []
+    ((eager, experts),) = quantized(model)
+    calls = listen(experts)
     model.set_experts_implementation("jitmoe")
-    for _, experts in pairs:
-        hook = lambda *call: seen.append(call)  # noqa: E731
-        experts.register_forward_hook(hook, with_kwargs=True)
     outputs(model)
-    assert len(launches) == len(seen) == len(pairs) == 1
-    for (eager, _), (_, args, kwargs, y) in zip(pairs, seen, strict=True):
-        eager.config._experts_implementation = "eager"
-        assert off(y, eager(*args, **kwargs)) < FP8_NOISE
+    assert len(launches) == len(calls) == 1
+    _, args, kwargs, y = calls[0]
+    eager.config._experts_implementation = "eager"
+    assert off(y, eager(*args, **kwargs)) < FP8_NOISE
 
 
 @pytest.mark.parametrize(
@@ -139,7 +140,7 @@ def test_fp8_models(name, launches):
     quantized(model)
     model.set_experts_implementation("jitmoe")
     tokens, logits = generated(model)
-    assert len(launches) == 2 * 3 and len(tokens) == 3
+    assert len(launches) == 2 * 2 and len(tokens) == 2
     assert all(step.isfinite().all() for step in logits)
 
 
@@ -228,6 +229,12 @@ def test_numbers_of_gpt_oss():
 def test_transposed_weights_are_laid_out_once():
     """In the same parameters, with the same values, and none held twice."""
     experts, given = gpt_oss_experts(), tokens(4, 128)
+    mine = given[1].clamp(0, 3)  # eager and grouped_mm take no ids of others
+    wanted = {}
+    for kind in ("eager", "grouped_mm", "batched_mm"):
+        experts.config._experts_implementation = kind
+        wanted[kind] = experts(given[0], mine, given[2])
+    experts.config._experts_implementation = "jitmoe"
     parameters = dict(experts.named_parameters())
     values = {name: parameter.clone() for name, parameter in parameters.items()}
     before = {name: parameter.detach() for name, parameter in parameters.items()}
@@ -242,6 +249,9 @@ def test_transposed_weights_are_laid_out_once():
         storage = parameter.untyped_storage()
         assert storage.nbytes() == parameter.numel() * parameter.element_size()
     assert not [x for x in vars(experts).values() if isinstance(x, torch.Tensor)]
+    for kind, y in wanted.items():
+        experts.config._experts_implementation = kind
+        assert torch.equal(experts(given[0], mine, given[2]), y)
 
 
 @torch.no_grad()
