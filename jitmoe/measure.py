@@ -109,7 +109,7 @@ def random_call(
     )
     if layer.format == "bf16":
         bits = encode_bf16(tokens.x, cupy)
-        return Call(bits, bits, None, tokens.topk_ids, tokens.topk_weights)
+        return Call(bits, bits, None, tokens.topk_ids, tokens.topk_weights, activation)
     codes, scale = quantize_tokens(tokens.x, cupy)
     x = encode_bf16(tokens.x, cupy) if bf16 else (codes, scale)
     return Call(x, codes, scale, tokens.topk_ids, tokens.topk_weights, activation)

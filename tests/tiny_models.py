@@ -39,7 +39,7 @@ FULL = {"layer_types": ["full_attention"]}
 JAMBA = {"attn_layer_period": 1, "attn_layer_offset": 0}
 JAMBA |= {"expert_layer_period": 1, "expert_layer_offset": 0}
 INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 32}
-INDEXER |= {"indexer_budget": 32, "indexer_compress_ratio": 4, "layer_types": ["indexed_attention"]}
+INDEXER |= {"indexer_budget": 32, "indexer_compress_ratio": 4}
 # Configurations of language models, and what else a tiny one needs.
 LANGUAGE_MODELS = {
     "AXK1Config": {},
@@ -91,7 +91,7 @@ LANGUAGE_MODELS = {
     "Qwen3MoeConfig": {},
     "Qwen3NextConfig": FULL,
     "Qwen3_5MoeTextConfig": FULL,
-    "Qwen4ExpTextConfig": INDEXER,
+    "Qwen4ExpTextConfig": INDEXER | FULL,
     "SolarOpenConfig": {},
     "ZayaConfig": {"num_experts_per_tok": 1},
 }
