@@ -137,9 +137,7 @@ def build(name: str, **changes):
     kind = config_class(name)
     changes = dict(changes)
     model_class = changes.pop("class", None)
-    known = set(inspect.signature(kind.__init__).parameters)
-    known.update(*(vars(base).get("__annotations__", {}) for base in kind.__mro__))
-    config = kind(**{key: size for key, size in SIZES.items() if key in known} | changes)
+    config = kind(**known_sizes(kind) | changes)
     torch.manual_seed(0)
     options = {"dtype": torch.bfloat16, "experts_implementation": "eager"}
     if model_class is None:
@@ -151,6 +149,13 @@ def build(name: str, **changes):
         for parameter in experts.parameters():
             torch.nn.init.normal_(parameter, std=0.2)
     return model.eval()
+
+
+def known_sizes(kind, sizes=SIZES) -> dict:
+    """Those that a class of configurations has."""
+    known = set(inspect.signature(kind.__init__).parameters)
+    known.update(*(vars(base).get("__annotations__", {}) for base in kind.__mro__))
+    return {key: size for key, size in sizes.items() if key in known}
 
 
 def experts_of(model) -> list[torch.nn.Module]:

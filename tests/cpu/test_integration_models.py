@@ -2,7 +2,9 @@
 its own eager experts.
 """
 
+import importlib.util
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -176,6 +178,61 @@ def test_no_model_is_left_out():
     named = [tiny_models.config_class(name).__module__ for name in MODELS | REFUSED]
     assert {name.split(".")[2] for name in named} == through
     assert eager == EAGER
+
+
+# examples/08_transformers_speed.py
+
+
+class Event:
+    """In place of a CUDA event."""
+
+    def __init__(self, enable_timing):
+        pass
+
+    record = synchronize = lambda self: None
+    elapsed_time = lambda self, other: 1.0  # noqa: E731
+
+
+@torch.no_grad()
+def test_speed_example(monkeypatch, launches):
+    """Tiny models, one of which cannot be built, on a CPU with a clock that stands still."""
+    path = Path(__file__).resolve().parents[2] / "examples/08_transformers_speed.py"
+    spec = importlib.util.spec_from_file_location("speed", path)
+    speed = importlib.util.module_from_spec(spec)
+    monkeypatch.setattr("jitmoe.run.driver.num_devices", lambda: 1)
+    spec.loader.exec_module(speed)
+    for name, config, formats in speed.MODELS.values():
+        assert config().num_hidden_layers == int(name.split()[-2]) and "bf16" in formats
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    for name, value in (("DEVICE", "cpu"), ("BACKEND", "emulated"), ("PREFILL", 4)):
+        monkeypatch.setattr(speed, name, value)
+    for name, value in (("PROMPT", 2), ("BATCHES", (2,)), ("WARMUPS", 0), ("STEPS", 1)):
+        monkeypatch.setattr(speed, name, value)
+    sizes = dict(tiny_models.SIZES) | {"vocab_size": 8192}
+    models = []
+    for name, formats in (
+        ("GptOss", ("bf16",)),
+        ("Broken", ("fp8",)),
+        ("Mixtral", ("bf16", "fp8")),
+    ):
+        kind = getattr(transformers, f"{name}Config", None)
+        known = {} if kind is None else tiny_models.known_sizes(kind, sizes)
+        models.append((name, partial(kind, **known) if kind else partial(int, "no"), formats))
+    rows = list(speed.rows(models))
+    assert [row for row in rows if "failed" in row] == [
+        {
+            "model": "Broken",
+            "format": "fp8",
+            "failed": "ValueError: invalid literal for int() with base 10: 'no'",
+        }
+    ]
+    ours = [row for row in rows if row.get("experts") == "jitmoe"]
+    assert len(ours) == 3 * 2 and all(row["tokens_per_s"] in (2000, 4000) for row in ours)
+    assert len(launches) == 3 * (2 + 3), "twice a prompt; a prompt and a token twice"
+    theirs = [row for row in rows if row.get("experts") == "grouped_mm"]
+    assert len(theirs) == len(ours)
+    for row in theirs:
+        assert "refused" in row if row["format"] == "fp8" else row["apart"] < 2 * NOISE
 
 
 # gpt-oss: biases, rows by turns, transposed weights
