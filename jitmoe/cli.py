@@ -155,10 +155,11 @@ def plan(
     shape = layer_shape(model, config, hidden, intermediate, experts, top_k)
     fields = layer_variant(shape, activation, gate_up, weight_on_input, bias).plan_fields
     report = plan_report(shape.problem(tokens, ep, format), _spec(gpu), **fields)
+    note = shape.note if report["problem"]["format"] == shape.format else ""
     if as_json:
-        typer.echo(json.dumps({"layer": title(shape, ep), "note": shape.note, **report}, indent=2))
+        typer.echo(json.dumps({"layer": title(shape, ep), "note": note, **report}, indent=2))
     else:
-        print_plan(_console(), title(shape, ep), report, shape.note)
+        print_plan(_console(), title(shape, ep), report, note)
 
 
 @app.command()

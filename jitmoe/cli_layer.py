@@ -25,8 +25,8 @@ Activation = Annotated[
 Format = Annotated[
     str | None,
     typer.Option(
-        help="Of the weights: fp8_block, fp8_channel, fp8_tensor or bf16; default: the model's, "
-        "or fp8_block."
+        help="Of the weights: fp8_block, fp8_channel, fp8_tensor, bf16, mxfp4_fp8 or mxfp4_bf16; "
+        "default: the model's, or fp8_block."
     ),
 ]
 GateUp = Annotated[

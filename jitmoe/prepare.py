@@ -88,22 +88,23 @@ def _weight_maps(weights: ExpertWeights, plan: MegaMoePlan) -> tuple[bytes, byte
     key = "weight_maps"
     if key not in weights.memo:
         w13, w2, half = weights.w13, weights.w2, weights.intermediate
-        width = format_of(plan.format).element_bytes
+        row_bytes = format_of(plan.format).weight_bytes
+        width = 2 if plan.format == "bf16" else 1  # of an element
         expert_13, row_13 = (width * stride for stride in w13.strides[:2])
         expert_2, row_2 = (width * stride for stride in w2.strides[:2])
         channel, up = (2, 1) if plan.interleaved else (1, half)  # rows from one to the next
         weights.memo[key] = (
             encode_u8_map(
                 w13.ptr,
-                [width * weights.hidden, 8, 2, half // 8, weights.num_experts],
+                [row_bytes(weights.hidden), 8, 2, half // 8, weights.num_experts],
                 [channel * row_13, up * row_13, 8 * channel * row_13, expert_13],
-                [plan.block_k_bytes, 8, 2, plan.block_rows // 16, 1],
+                [plan.weight_k_bytes, 8, 2, plan.block_rows // 16, 1],
             ),
             encode_u8_map(
                 w2.ptr,
-                [width * half, weights.hidden, weights.num_experts],
+                [row_bytes(half), weights.hidden, weights.num_experts],
                 [row_2, expert_2],
-                [plan.block_k_bytes, plan.block_rows, 1],
+                [plan.weight_k_bytes, plan.block_rows, 1],
             ),
         )
     return weights.memo[key]

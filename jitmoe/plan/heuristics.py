@@ -28,6 +28,8 @@ SIZES = {
     "decode": tuple((num_stages, *more) for num_stages in (5, 4, 3) for more in _LOCAL),
     "prefill": ((4, 3, 0), (3, 3, 0), (3, 2, 0)),
 }
+# MXFP4's stages are half as large.
+MX_SIZES = tuple((num_stages, *more) for num_stages in range(9, 2, -1) for more in _LOCAL)
 
 # Rows beyond full tiles that an expert's last takes along in prefill, where a tile of their own
 # would read its weights again: 512 tokens of S1 and S3 -6 and -8 %, 2048 of S2 -4 %. 32 instead of
@@ -62,7 +64,11 @@ def floor(problem: MoeProblem, gpu: GpuSpec) -> Floor:
 
 
 def bucket(problem: MoeProblem) -> str:
-    """The bucket of a problem; the kernel depends on the token count through it alone."""
+    """The bucket of a problem; the kernel depends on the token count through it alone. Weights that
+    are expanded into registers have tokens as columns always, as decode does.
+    """
+    if format_of(problem.format).is_mx:
+        return "decode"
     return "decode" if problem.tokens_per_active_expert <= DECODE_TOKENS_PER_EXPERT else "prefill"
 
 
@@ -71,7 +77,8 @@ def choose(problem: MoeProblem, gpu: GpuSpec, **variant) -> MegaMoePlan:
     gives them. Raises PlanError if none fits.
     """
     name, has_bias = bucket(problem), variant.get("has_bias", False)
-    for num_stages, num_task_slots, num_local_pairs in SIZES[name]:
+    sizes = MX_SIZES if format_of(problem.format).is_mx else SIZES[name]
+    for num_stages, num_task_slots, num_local_pairs in sizes:
         plan = MegaMoePlan(
             arch=gpu.arch,
             bucket=name,

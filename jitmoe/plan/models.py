@@ -62,7 +62,7 @@ LAYERS = {
         "format": "bf16",
         "gate_up": "interleaved",
         "has_bias": True,
-        "note": "checkpoints are in MXFP4; this is the layer of one dequantised to bf16",
+        "note": "checkpoints are in MXFP4 (--format mxfp4_bf16); this is the layer of one dequantised to bf16",
     }
 }
 
@@ -80,7 +80,7 @@ class ModelShape:
     format        of the weights, unless a call names another
     gate_up, has_bias
                   as in `Variant`
-    note          what to know beside that, in a sentence
+    note          what to know of it in that format, in a sentence
 
     A model's routed_scaling_factor is no part of it: transformers multiplies it into the router
     weights (DeepSeek-V3 and V4, GLM-4.5), which a call then brings along. Engines that leave it to
