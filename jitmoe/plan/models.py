@@ -62,7 +62,8 @@ LAYERS = {
         "format": "bf16",
         "gate_up": "interleaved",
         "has_bias": True,
-        "note": "checkpoints are in MXFP4 (--format mxfp4_bf16); this is the layer of one dequantised to bf16",
+        "note": "checkpoints are in MXFP4 (--format mxfp4_bf16); this is the layer of one "
+        "dequantised to bf16",
     }
 }
 
