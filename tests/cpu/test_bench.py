@@ -298,10 +298,12 @@ def test_session_of_another_activation(bench, monkeypatch):
     assert reference.relative_error(measure.references(call, codes).exact, plain.exact) > 0.1
 
 
-def test_a_call_launches_with_its_activation(cupy, monkeypatch):
+@pytest.mark.parametrize("format", ["fp8_block", "bf16"])
+def test_a_call_launches_with_its_activation(cupy, monkeypatch, format):
     seen = []
     monkeypatch.setattr(measure, "mega_moe", lambda *given, **wants: seen.append(wants))
-    call = measure.random_call(replace(SMALL, num_tokens=3), 0, activation="geglu_erf")
+    layer = replace(SMALL, num_tokens=3, format=format)
+    call = measure.random_call(layer, 0, activation="geglu_erf")
     call.launch(None, None, None)
     assert seen[0]["activation"] == "geglu_erf"
 
