@@ -1,9 +1,9 @@
 // The main loop of MXFP4 weights and e4m3 tokens. A multiply is 32 deep, as a weight's scale reaches: its partial sums
 // times the scales of the two rows are added up over the k-block, and that times the tokens' scales to the sums.
 
-// Eight codes of a row: the even ones for the first 16 channels of a multiply, the odd ones for the others. The exponent
-// and mantissa bits of e2m1, two places up, are an e4m3 number 2^-6 as large, subnormals too; packed scales make up for
-// it.
+// Eight codes of a row: the even ones for the first 16 channels of a multiply, the odd ones for the others. The
+// exponent and mantissa bits of e2m1, two places up, are an e4m3 number 2^-6 as large, subnormals too; packed scales
+// make up for it.
 DEVICE void expand_codes(u32 codes, u32& even, u32& odd) {
     even = (codes << 4 & 0x80808080u) | (codes << 2 & 0x1c1c1c1cu);
     odd = (codes & 0x80808080u) | (codes >> 2 & 0x1c1c1c1cu);
@@ -16,7 +16,9 @@ DEVICE float scale_of_chunk(u32 scales, u32 c) {
 
 // Multiplies that are waited for together, of so many sums each: as registers allow.
 template <u32 kSums>
-constexpr u32 kGroup = kSums <= 8 ? kChunks : kSums == 16 ? kChunks / 2 : 1;
+constexpr u32 kGroup = kSums <= 8    ? kChunks
+                       : kSums == 16 ? kChunks / 2
+                                     : 1;
 
 // Multiplies number `first` .. of a k-block: of block first / kChunks and its chunks in turn.
 template <u32 kNum>
@@ -74,7 +76,7 @@ DEVICE void accumulate(const Params& p, Smem& smem, Ring<kNumStages>& ring, cons
     constexpr u32 kSums = sizeof(sums.own[0]) / sizeof(float), kNum = kGroup<kSums>;
     constexpr u32 kGroups = AllSums::kBlocks * kChunks / kNum;
     constexpr u32 kAhead = kSums <= 16 ? 1 : 0;  // groups in flight while one is promoted
-    constexpr bool kLoadsAhead = kSums <= 8;  // codes of the next group, under the multiplies of this
+    constexpr bool kLoadsAhead = kSums <= 8;     // codes of the next group, under the multiplies of this
     const PackedRows packed = find_packed_rows(smem, at.first_row);
 #pragma unroll 1
     for (u32 k = 0; k < num; ++k, ring.advance()) {

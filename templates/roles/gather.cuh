@@ -18,7 +18,7 @@ struct Copies {
     static constexpr u32 kScales = kBlockTokens / kGatherThreads;
     const u8* rows;
     u32 num_rows;                  // of this lane that exist
-    u32 target;  // of the first's first chunk, in a stage's tile; others follow kRowsApart rows apart, its chunks by XOR
+    u32 target;                    // of the first chunk in a stage's tile; rows lie kRowsApart apart, chunks by XOR
     const float* scales[kScales];  // null where the token does not exist
     u32 scale_group_stride;
     const float* weight_scale;
@@ -51,7 +51,8 @@ DEVICE Copies find_copies(const Params& p, Smem& smem, const Task& task, u32 slo
     const u32 first_row = (warp * kWarpThreads + lane) / kLanesARow, piece = lane % kLanesARow;
     const u32 in_row = piece * kOrderedBytes;  // 128 bytes of all rows, then the next
     c.rows += in_row;
-    c.target = in_row / kBlockKBytes * (kTileTokens * kBlockKBytes) + swizzle_128(first_row, in_row % kBlockKBytes / 16);
+    c.target =
+        in_row / kBlockKBytes * (kTileTokens * kBlockKBytes) + swizzle_128(first_row, in_row % kBlockKBytes / 16);
     c.num_rows = task.num_rows > first_row ? ceil_div(task.num_rows - first_row, Copies::kRowsApart) : 0;
     sync_warp();  // all lanes are done with the offsets of the task before
     for (u32 i = piece; i < c.num_rows; i += kLanesARow) {
@@ -146,7 +147,8 @@ DEVICE void role_gather(const Params& p, Smem& smem, const Head& head) {
         }
         if (orders) {
             wait_for_copies();
-            for (u32 i = min_of(task.k_end - task.k_begin, kCopiesAhead); i > 0; --i) order_k_block(smem, copies, oldest);
+            for (u32 i = min_of(task.k_end - task.k_begin, kCopiesAhead); i > 0; --i)
+                order_k_block(smem, copies, oldest);
         }
         trace_end(p, kEventTask);
         free_task(smem, slot);
