@@ -22,6 +22,9 @@ _TILE_ROWS, _K_GROUPS = 256, 4
 # What packed codes are larger by: kernels expand weights to numbers that are 2^-6 and 2^-126 as
 # large (templates/roles/accumulate_mxfp4_*.cuh).
 _SCALE_OFFSETS = {"mxfp4_fp8": 6, "mxfp4_bf16": 66}
+# Largest codes: a k-block's sums of codes of tokens and weights, up to 128 * 448 * 6, times a scale
+# are floats; packed codes are no NaN.
+_LARGEST_SCALES = {"mxfp4_fp8": 127 + 109, "mxfp4_bf16": 254 - 66}
 
 
 def quantize_mxfp4(w, xp=np):
@@ -81,8 +84,7 @@ def pack_scales(scales, format: str, gate_up: str | None, xp=np):
     Raises ValueError for a scale that the kernel cannot multiply by, NaN among them.
     """
     num_experts, rows, groups = scales.shape
-    offset = _SCALE_OFFSETS[format]
-    largest, allowed = int(scales.max()), 254 - offset
+    largest, allowed = int(scales.max()), _LARGEST_SCALES[format]
     if largest > allowed:
         raise ValueError(
             f"scales of {format} must be up to 2^{allowed - 127}, got e8m0 code {largest}; 255 is "
@@ -90,7 +92,7 @@ def pack_scales(scales, format: str, gate_up: str | None, xp=np):
         )
     k_blocks = ceil_div(groups, _K_GROUPS)
     words = xp.zeros((num_experts, rows, k_blocks * _K_GROUPS), xp.uint8)
-    words[..., :groups] = scales + xp.uint8(offset)
+    words[..., :groups] = scales + xp.uint8(_SCALE_OFFSETS[format])
     words = words.view(xp.uint32)
     if gate_up is None:  # rows 16w + i and + 8 of blocks of 64, of which a warpgroup has two
         words = words[:, :, None]

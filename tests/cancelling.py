@@ -5,10 +5,12 @@ were cut. In two parts the sums of the halves are exactly opposite, and y is zer
 HIDDEN = 4096  # two parts of 16 k-blocks
 
 
-def cancel(codes_of_rows, scales_of_rows):
-    """Weights in e4m3: the second half of hidden becomes the first with the other sign."""
+def cancel(codes_of_rows, scales_of_rows, signs=0x80):
+    """Weights in e4m3, or in e2m1 with signs=0x88: the second half of hidden becomes the first with
+    the other sign.
+    """
     half, blocks = codes_of_rows.shape[-1] // 2, scales_of_rows.shape[-1] // 2
-    codes_of_rows[..., half:] = codes_of_rows[..., :half] ^ 0x80
+    codes_of_rows[..., half:] = codes_of_rows[..., :half] ^ signs
     scales_of_rows[..., blocks:] = scales_of_rows[..., :blocks]
 
 
