@@ -183,15 +183,16 @@ class ExpertWeights:
             "w13_scale": (self.num_experts, 2 * self.intermediate, self.hidden // MX_GROUP),
             "w2_scale": (self.num_experts, self.hidden, self.intermediate // MX_GROUP),
         }
-        self.packed_scales = []  # they keep the memory alive
+        scales = []
         for (name, shape), given in zip(sizes.items(), self.tensors[2:], strict=True):
             scale = getattr(self, name)
             remedy = f"pass a scale for each {MX_GROUP} weights of a row"
             check_array(scale, name, shape, ("e8m0", "u8"), self.device, remedy)
             order = self.gate_up if name == "w13_scale" else None
             packed, seen = read_mx_scale(given, scale, name, read, self.format, order)
-            self.packed_scales.append(packed)
+            scales.append(packed)
             setattr(self, name, seen)
+        self.tensors = (*self.tensors[:2], *scales)
 
     def _find_kind_of_scales(self, said: str | None) -> str:
         scales = {"w13_scale": self.w13_scale, "w2_scale": self.w2_scale}

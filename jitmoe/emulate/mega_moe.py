@@ -45,7 +45,8 @@ class EmulatedLayer:
     """A layer, its kernel and its workspace: what outlives a launch.
 
     plan        a MegaMoePlan of the layer's sizes
-    layer       weights in the plan's format, as `reference.random_layer` makes them
+    layer       weights in the plan's format, as `reference.random_layer` makes them; MXFP4's scales
+                may be packed (mxfp4.pack_scales)
     max_tokens  room in the workspace
     num_blocks  blocks of the cooperative grid
     checked     whether data races and undefined behaviour are looked for: several times slower
@@ -69,7 +70,7 @@ class EmulatedLayer:
             *(None if part is None else np.ascontiguousarray(part) for part in layer)
         )
         self._scales = self.layer.w13_scale, self.layer.w2_scale
-        if plan.has_chunk_scales:
+        if plan.has_chunk_scales and self.layer.w13_scale.dtype == np.uint8:
             order = "interleaved" if plan.interleaved else "gate_first"  # or up: two halves
             self._scales = tuple(
                 pack_scales(scale, plan.format, gate_up)
