@@ -1,9 +1,9 @@
 // The main loop of MXFP4 weights and e4m3 tokens. A multiply is 32 deep, as a weight's scale reaches: its partial sums
 // times the scales of the two rows are added up over the k-block, and that times the tokens' scales to the sums.
 
-// Eight codes of a row: the even ones for the first 16 channels of a multiply, the odd ones for the others. The exponent
-// and mantissa bits of e2m1, two places up, are an e4m3 number 2^-6 as large, subnormals too; packed scales make up for
-// it.
+// Eight codes of a row: the even ones for the first 16 channels of a multiply, the odd ones for the others. The
+// exponent and mantissa bits of e2m1, two places up, are an e4m3 number 2^-6 as large, subnormals too; packed scales
+// make up for it.
 DEVICE void expand_codes(u32 codes, u32& even, u32& odd) {
     even = (codes << 4 & 0x80808080u) | (codes << 2 & 0x1c1c1c1cu);
     odd = (codes & 0x80808080u) | (codes >> 2 & 0x1c1c1c1cu);
@@ -14,8 +14,8 @@ DEVICE float scale_of_chunk(u32 scales, u32 c) {
     return __uint_as_float((c < 3 ? scales << (23 - 8 * c) : scales >> 1) & 0x7f800000u);
 }
 
-// The multiplies of a k-block: of each block of 64 rows and chunk in turn, 64 columns in two pieces, for partial sums of
-// all would leave no registers for a multiply in flight. Some are waited for together, as registers allow.
+// The multiplies of a k-block: of each block of 64 rows and chunk in turn, 64 columns in two pieces, for partial sums
+// of all would leave no registers for a multiply in flight. Some are waited for together, as registers allow.
 template <u32 kSums>
 struct Steps {
     static constexpr u32 kPieces = kSums == 32 ? 2 : 1, kPiece = kSums / kPieces;
@@ -24,14 +24,18 @@ struct Steps {
 
 // Chunks number `first` .. of a k-block, of both rows.
 template <u32 kNum>
-DEVICE void expand_chunks(const PackedRows& packed, u32 stage, u32 first, u32 (&codes)[kNum][4]) {
+DEVICE void load_chunks(const PackedRows& packed, u32 stage, u32 first, u32 (&words)[kNum][2]) {
 #pragma unroll
-    for (u32 i = 0; i < kNum; ++i) {
-        const u32 m = (first + i) / kChunks, c = (first + i) % kChunks;
+    for (u32 i = 0; i < kNum * 2; ++i) {
+        words[i / 2][i % 2] = packed.codes(stage, (first + i / 2) / kChunks, i % 2, (first + i / 2) % kChunks);
+    }
+}
+
+template <u32 kNum>
+DEVICE void expand_chunks(const u32 (&words)[kNum][2], u32 (&codes)[kNum][4]) {
 #pragma unroll
-        for (u32 half = 0; half < 2; ++half) {
-            expand_codes(packed.codes(stage, m, half, c), codes[i][half], codes[i][half + 2]);
-        }
+    for (u32 i = 0; i < kNum * 2; ++i) {
+        expand_codes(words[i / 2][i % 2], codes[i / 2][i % 2], codes[i / 2][i % 2 + 2]);
     }
 #pragma unroll
     for (u32 i = 0; i < kNum; ++i) hold_operands(codes[i]);
@@ -76,33 +80,41 @@ DEVICE void accumulate(const Params& p, Smem& smem, Ring<kNumStages>& ring, cons
     constexpr u32 kSums = sizeof(sums.own[0]) / sizeof(float);
     constexpr u32 kPieces = Steps<kSums>::kPieces, kPiece = Steps<kSums>::kPiece, kNum = Steps<kSums>::kNum;
     constexpr u32 kSteps = AllSums::kBlocks * kChunks / kNum * kPieces;
+    // Steps in flight while one is promoted, and codes loaded ahead. Beside stamps there are registers for less.
+    constexpr u32 kAhead = kTrace && kSums > 16 ? 0 : 1;
+    constexpr bool kLoadsAhead = kSums <= 8 && !kTrace;
     const PackedRows packed = find_packed_rows(smem, at.first_row);
 #pragma unroll 1
     for (u32 k = 0; k < num; ++k, ring.advance()) {
-        float partial[2][kNum][kPiece], block[kSums];
-        u32 codes[2][kNum][4];
+        float partial[kAhead + 1][kNum][kPiece], block[kSums];
+        u32 words[kNum][2], codes[2][kNum][4];
         wait_in_flight(p, &smem.full[ring.stage], ring.stage, ring.parity());
         fence_async_shared();  // cp.async wrote the token rows in the generic proxy
         const uint4 scales = chunk_scales(smem, ring.stage, at.first_row);
         const u32 tokens = make_uniform(at.tokens + ring.stage * descriptor_step(kTokenTileBytes));
         const float* token_scales = smem.token_scales[ring.stage] + at.first_token;
-        // One step is in flight while the one before is promoted.
 #pragma unroll
-        for (u32 i = 0; i <= kSteps; ++i) {
+        for (u32 i = 0; i < kSteps + kAhead; ++i) {
             if (i < kSteps) {
                 const u32 first = i / kPieces * kNum, piece = i % kPieces;
-                u32 (&a)[kNum][4] = codes[i / kPieces % 2];
-                if (piece == 0) expand_chunks(packed, ring.stage, first, a);
-                start_step(tokens + piece * descriptor_step(2 * kPiece * kBlockKBytes), first, a, partial[i % 2]);
+                u32(&a)[kNum][4] = codes[i / kPieces % 2];
+                if (piece == 0) {
+                    if (!kLoadsAhead || i == 0) load_chunks(packed, ring.stage, first, words);
+                    expand_chunks(words, a);
+                }
+                start_step(tokens + piece * descriptor_step(2 * kPiece * kBlockKBytes), first, a,
+                           partial[i % (kAhead + 1)]);
+                if (kLoadsAhead && i + 1 < kSteps) load_chunks(packed, ring.stage, first + kNum, words);
             }
-            if (i == 0) continue;
+            if (i + 1 <= kAhead) continue;
             if (i < kSteps) {
-                wgmma_wait<1>();
+                wgmma_wait<kAhead>();
             } else {
                 wgmma_wait<0>();
             }
-            const u32 first = (i - 1) / kPieces * kNum, column = (i - 1) % kPieces * kPiece;
-            promote_step(first, column, scales, token_scales, partial[(i - 1) % 2], block, sums.own[first / kChunks]);
+            const u32 done = i - kAhead, first = done / kPieces * kNum;
+            promote_step(first, done % kPieces * kPiece, scales, token_scales, partial[done % (kAhead + 1)], block,
+                         sums.own[first / kChunks]);
         }
         sync_warp();
         if (lane_idx() == 0) arrive(&smem.empty[ring.stage]);  // pairs with role_load and role_gather
