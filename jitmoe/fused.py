@@ -56,7 +56,9 @@ def mega_moe(
     topk_weights  [num_tokens, top_k] f32 or bf16
     weights       ExpertWeights
     activation    an Activation, or the name of a kind: swiglu, swiglu_clamped, swiglu_oai,
-                  geglu_tanh, geglu_erf
+                  geglu_tanh, geglu_erf, reglu2; or of experts without a gate, whose mid is that of
+                  w13[e] @ x[t] alone: relu2_no_gate, silu_no_gate, gelu_tanh_no_gate,
+                  gelu_erf_no_gate
     routed_scaling_factor
                   multiplies y
     apply_router_weight_on_input

@@ -10,7 +10,7 @@ import numpy as np
 from jitmoe.plan.formats import SCALES, format_of
 from jitmoe.plan.problem import MoeProblem
 from jitmoe.plan.scales import check_scales, kind_of, weight_strides
-from jitmoe.plan.variant import check_gate_up
+from jitmoe.plan.variant import check_gate_up, check_no_gate
 from jitmoe.run.arrays import HOST, check_array, check_dense, check_rows, host_view, view
 from jitmoe.weight_scales import read_scale
 
@@ -35,7 +35,8 @@ class ExpertWeights:
     """Views of the experts' weights, FP8 or bf16, validated once.
 
     w13        [num_experts, 2 * intermediate, hidden] e4m3 or bf16 (or uint8 or uint16 of the same
-               bits): gate rows first, then up, or as gate_up says
+               bits): gate rows first, then up, or as gate_up says; of experts without a gate
+               [num_experts, intermediate, hidden], and below `intermediate` instead of twice it
     w2         [num_experts, hidden, intermediate] of the same dtype
     w13_scale  None for bf16; for FP8 f32, value = code * scale: for each block of 128 x 128
                weights, [num_experts, ceil(2 * intermediate / 128), hidden / 128]; for each output
@@ -49,7 +50,8 @@ class ExpertWeights:
     w2_bias    [num_experts, hidden] of the same dtype: added to what an expert gives. Both or none:
                zeros stand for one that is missing
     gate_up    "gate_first", "up_first" or "interleaved" (gate, up, gate, up, ...): the order of
-               rows in w13, w13_bias and w13_scale, whose blocks are of 128 rows as they lie
+               rows in w13, w13_bias and w13_scale, whose blocks are of 128 rows as they lie; the
+               default without a gate
     scales     "block", "channel" or "tensor": the kind of both (default: by their shapes, "block"
                where those of a tiny layer fit two)
 
@@ -62,7 +64,8 @@ class ExpertWeights:
     another host array or a mixture and ValueError, one sentence, for shapes, dtypes, strides or
     devices that do not fit.
 
-    `format` is "fp8_block", "fp8_channel", "fp8_tensor" or "bf16".
+    `format` is "fp8_block", "fp8_channel", "fp8_tensor" or "bf16"; `gated` whether w13 has twice as
+    many rows as w2 has channels.
     """
 
     def __init__(
@@ -86,13 +89,16 @@ class ExpertWeights:
         w2_scale, self.w2_scale = read_scale(w2_scale, "w2_scale", read)
         self.tensors = (w13, w2, w13_scale, w2_scale)  # they keep the memory alive
         self.format = self._find_format(scales)
-        if len(self.w13.shape) != 3 or self.w13.shape[1] % 2:
+        self.gated = self.w13.shape[1:2] != self.w2.shape[2:]
+        if len(self.w13.shape) != 3 or (self.gated and self.w13.shape[1] % 2):
             raise ValueError(
                 "w13 must have shape [num_experts, 2 * intermediate, hidden], "
                 f"got {list(self.w13.shape)}; stack the gate rows of each expert on its up rows"
             )
+        if not self.gated:
+            check_no_gate(gate_up)
         self.num_experts, rows, self.hidden = self.w13.shape
-        self.intermediate = rows // 2
+        self.intermediate = rows // 2 if self.gated else rows
         self.device = self.w13.device
         self.problem(0, 1)  # refuses sizes there is no kernel for
         e, h, i = self.num_experts, self.hidden, self.intermediate
@@ -141,7 +147,8 @@ class ExpertWeights:
             check_array(scale, name, scale.shape, ("f32", "e8m0", "u8"), self.device, "")
         sizes = self.num_experts, self.hidden, self.intermediate
         kinds = SCALES if said is None else (said,)
-        kind = kind_of(*(scale.shape for scale in scales.values()), *sizes, kinds)
+        shapes = (scale.shape for scale in scales.values())
+        kind = kind_of(*shapes, *sizes, kinds, self.gated)
         if kind == "block":
             for name, scale in scales.items():
                 check_dense(scale, name)
@@ -149,13 +156,12 @@ class ExpertWeights:
 
     def problem(self, num_tokens: int, top_k: int) -> MoeProblem:
         """A call's sizes. Raises ValueError for those there is no kernel for."""
-        return MoeProblem(
-            num_tokens, self.hidden, self.intermediate, self.num_experts, top_k, self.format
-        )
+        sizes = num_tokens, self.hidden, self.intermediate, self.num_experts, top_k
+        return MoeProblem(*sizes, self.format, self.gated)
 
     def _read_biases(self, read) -> None:
         dtypes, biases = ("bf16", "u16", "f32"), []
-        rows = {"w13_bias": 2 * self.intermediate, "w2_bias": self.hidden}
+        rows = {"w13_bias": self.w13.shape[1], "w2_bias": self.hidden}
         for (name, num_rows), tensor in zip(rows.items(), self.bias_tensors, strict=True):
             if tensor is None:
                 raise ValueError(
@@ -188,7 +194,7 @@ class ExpertWeights:
         device = "host" if self.device == HOST else self.device
         order = "" if self.gate_up == "gate_first" else f", gate_up={self.gate_up!r}"
         kind = "" if self.format == "fp8_block" else f", format={self.format!r}"
-        kind += ", biases" * self.has_bias
+        kind += ", no gate" * (not self.gated) + ", biases" * self.has_bias
         return (
             f"ExpertWeights(num_experts={self.num_experts}, hidden={self.hidden}, "
             f"intermediate={self.intermediate}, device={device}{kind}{order})"
@@ -197,7 +203,7 @@ class ExpertWeights:
     @cached_property
     def num_bytes(self) -> int:
         """Bytes of weights and scales."""
-        weights = 3 * self.num_experts * self.hidden * self.intermediate
+        weights = prod(self.w13.shape) + prod(self.w2.shape)
         scales = sum(prod(s.shape) for s in (self.w13_scale, self.w2_scale) if s is not None)
         return format_of(self.format).element_bytes * weights + 4 * scales
 

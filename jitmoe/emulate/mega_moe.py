@@ -14,7 +14,7 @@ from jitmoe.plan.formats import format_of
 from jitmoe.plan.mega_moe import MegaMoePlan
 from jitmoe.plan.scales import token_strides, weight_strides
 from jitmoe.plan.spread import stride
-from jitmoe.plan.variant import DEFAULT, Variant
+from jitmoe.plan.variant import DEFAULT, Variant, is_gated
 from jitmoe.reference import Layer
 from jitmoe.reference_biases import Biases
 
@@ -193,20 +193,22 @@ class EmulatedLayer:
         plan = self.plan
         size = format_of(plan.format).element_bytes
         half, hidden, experts = plan.intermediate, plan.hidden, plan.num_experts
+
+        def row_map(name: str, columns: int, rows: int) -> TensorMap:
+            strides = size * columns, size * columns * rows
+            box = plan.block_k_bytes, plan.block_rows, 1
+            return TensorMap(name, (size * columns, rows, experts), strides, box)
+
         channel, up = (2, 1) if plan.interleaved else (1, half)  # rows from one to the next
+        gated_map = TensorMap(
+            "w13",
+            (size * hidden, 8, 2, half // 8, experts),
+            tuple(size * rows * hidden for rows in (channel, up, 8 * channel, 2 * half)),
+            (plan.block_k_bytes, 8, 2, plan.block_rows // 16, 1),
+        )
         maps = {
-            "w13_map": TensorMap(
-                "w13",
-                (size * hidden, 8, 2, half // 8, experts),
-                tuple(size * rows * hidden for rows in (channel, up, 8 * channel, 2 * half)),
-                (plan.block_k_bytes, 8, 2, plan.block_rows // 16, 1),
-            ),
-            "w2_map": TensorMap(
-                "w2",
-                (size * half, hidden, experts),
-                (size * half, size * hidden * half),
-                (plan.block_k_bytes, plan.block_rows, 1),
-            ),
+            "w13_map": gated_map if is_gated(plan.activation) else row_map("w13", hidden, half),
+            "w2_map": row_map("w2", half, hidden),
         }
         if plan.split_tokens:
             rows = plan.row_capacity(self.max_tokens)

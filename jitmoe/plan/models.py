@@ -120,8 +120,8 @@ class ModelShape:
                 f"ep must divide the {self.num_experts} experts of {self.name}, got {ep!r}; "
                 "choose a number of ranks that shares them evenly"
             )
-        num_local = self.num_experts // ep
-        return MoeProblem(num_tokens, self.hidden, self.intermediate, num_local, self.top_k, format)
+        sizes = num_tokens, self.hidden, self.intermediate, self.num_experts // ep, self.top_k
+        return MoeProblem(*sizes, format, self.activation.gated)
 
 
 @cache

@@ -1,14 +1,16 @@
 // Weight tiles into the ring. Waits for nothing but the routing tables and a free stage. Weights stay in checkpoint
-// layout: the 5-D map of w13 lands gate and up alternating in groups of 8 rows, straight from [gate; up].
+// layout: the 5-D map of w13 lands gate and up alternating in groups of 8 rows, straight from [gate; up]. Without a
+// gate it is 3-D, as that of w2.
 
 // Of k-block k into `stage`, with the first the biases of the task in `slot`. One lane.
 DEVICE void load_weights(const Params& p, Smem& smem, const Task& task, u32 slot, u32 k, u32 stage, u64* full) {
     expect_weights(p, smem, task, slot, k, full);
     void* tile = smem.weight_tiles[stage];
-    if (task.phase == kGemm1) {
+    if (kGated && task.phase == kGemm1) {
         load_tile_5d(tile, &p.w13_map, full, k * kBlockKBytes, 0, 0, task.tile * (kBlockRows / 16), task.expert);
     } else {
-        load_tile_3d(tile, &p.w2_map, full, k * kBlockKBytes, task.tile * kBlockRows, task.expert);
+        const TensorMap* map = kGated || task.phase == kGemm2 ? &p.w2_map : &p.w13_map;
+        load_tile_3d(tile, map, full, k * kBlockKBytes, task.tile * kBlockRows, task.expert);
     }
 }
 
