@@ -104,8 +104,10 @@ def emulated_error(
     bucket: str, num_tokens: int, variant: Variant, format: str = "fp8_block"
 ) -> float:
     """Relative error of an emulated launch against the oracle that rounds where the kernel does."""
-    layer = reference.random_layer(4, hidden=256, intermediate=208, seed=1, format=format)
-    small = MoeProblem(1, 256, 208, 4, 2, format)
+    gated = variant.activation.gated
+    sizes = {"hidden": 256, "intermediate": 208, "num_experts": 4}
+    layer = reference.random_layer(**sizes, seed=1, format=format, gated=gated)
+    small = MoeProblem(1, **sizes, top_k=2, format=format, gated=gated)
     plan = heuristics.plans_of_model(small, gpu_spec("h200"), **variant.plan_fields)[bucket]
     emulated = EmulatedLayer(plan, layer, max_tokens=num_tokens, num_blocks=3)
     tokens = reference.random_tokens(num_tokens, 256, 4, 2, seed=2, routing="unused")

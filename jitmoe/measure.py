@@ -76,7 +76,8 @@ def weight_sets(layer: MoeProblem, outliers: int = 0):
     import cupy
 
     sizes = (layer.num_experts, layer.hidden, layer.intermediate)
-    first = reference.random_layer(*sizes, seed=1, xp=cupy, outliers=outliers, format=layer.format)
+    kind = {"format": layer.format, "gated": layer.gated}
+    first = reference.random_layer(*sizes, seed=1, xp=cupy, outliers=outliers, **kind)
     free_bytes = cupy.cuda.runtime.memGetInfo()[0] - SPARE_BYTES
     num_sets = 1 + free_bytes // (layer.num_experts * layer.expert_bytes)
     sets = [first] + [
@@ -109,7 +110,7 @@ def random_call(
     )
     if layer.format == "bf16":
         bits = encode_bf16(tokens.x, cupy)
-        return Call(bits, bits, None, tokens.topk_ids, tokens.topk_weights)
+        return Call(bits, bits, None, tokens.topk_ids, tokens.topk_weights, activation)
     codes, scale = quantize_tokens(tokens.x, cupy)
     x = encode_bf16(tokens.x, cupy) if bf16 else (codes, scale)
     return Call(x, codes, scale, tokens.topk_ids, tokens.topk_weights, activation)

@@ -50,11 +50,12 @@ def mega_moe(
     """y[t] = factor * sum over slots s of topk_weights[t, s] * mid @ w2[e].T
 
     with e = topk_ids[t, s] - first_expert, mid = activate(gate, up, activation), by default
-    silu(gate) * up, or without a gate activate(w13[e] @ x[t], None, activation), and factor = routed_scaling_factor (DeepSeek-V3, inference/model.py, Gate: it
-    multiplies the router weights). With apply_router_weight_on_input, topk_weights[t, s] multiplies
-    the token instead, and by that gate and up (Llama 4, modeling_llama4.py of transformers,
-    Llama4TextMoe). Biases are added to gate and up, which weights on tokens have multiplied, and to
-    mid @ w2[e].T before it is weighted (gpt-oss, gpt_oss/torch/model.py, MLPBlock).
+    silu(gate) * up, or without a gate activate(w13[e] @ x[t], None, activation), and factor =
+    routed_scaling_factor (DeepSeek-V3, inference/model.py, Gate: it multiplies the router weights).
+    With apply_router_weight_on_input, topk_weights[t, s] multiplies the token instead, and by that
+    gate and up (Llama 4, modeling_llama4.py of transformers, Llama4TextMoe). Biases are
+    added to gate and up, which weights on tokens have multiplied, and to mid @ w2[e].T before it is
+    weighted (gpt-oss, gpt_oss/torch/model.py, MLPBlock).
 
     x             [num_tokens, hidden] e4m3; or float or bf16 bits, with x_scale None, which
                   `quantize_tokens` then quantises, unless weights are bf16

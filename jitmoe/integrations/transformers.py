@@ -23,7 +23,6 @@ _SOFTCAPS = ("gate_softcap", "up_softcap")
 # Attributes of a module, the only value allowed (as good as none), and an implementation of
 # transformers that takes others.
 _NEEDS = (
-    ("has_gate", True, "grouped_mm"),
     ("is_concatenated", True, "grouped_mm"),
     ("is_transposed", False, "grouped_mm"),
     ("has_bias", False, "grouped_mm"),
@@ -71,10 +70,10 @@ def fp8_experts(
     activation = _check(module, hidden_states)
     if tuple(module.block_size or (128, 128)) != (128, 128):
         _refuse(module, "block_size (128, 128) or None", module.block_size, 'choose "grouped_mm"')
-    if module.gate_up_proj.dtype != torch.float8_e4m3fn:
-        got = _dtype(module.gate_up_proj)
+    if _w13(module).dtype != torch.float8_e4m3fn:
+        got = _dtype(_w13(module))
         _refuse(module, "weights in float8_e4m3fn", got, 'choose "deepgemm" for FP4, else "eager"')
-    scales = module.gate_up_proj_scale_inv, module.down_proj_scale_inv
+    scales = _w13(module, "_scale_inv"), module.down_proj_scale_inv
     if module.block_size is None:  # of experts, and halves of w13: [num_experts, 1 or 2, 1]
         scales = [scale.flatten(1) for scale in scales]
     given = hidden_states, top_k_index, top_k_weights
@@ -91,8 +90,8 @@ def bf16_experts(
 ) -> torch.Tensor:
     """The forward of an experts module whose weights are bf16, as `fp8_experts`."""
     activation = _check(module, hidden_states)
-    if module.gate_up_proj.dtype != torch.bfloat16:
-        got = _dtype(module.gate_up_proj)
+    if _w13(module).dtype != torch.bfloat16:
+        got = _dtype(_w13(module))
         remedy = "load the model with dtype=torch.bfloat16, or an FP8 checkpoint"
         _refuse(module, "weights in bfloat16 or FP8", got, remedy)
     given = hidden_states, top_k_index, top_k_weights
@@ -102,12 +101,21 @@ def bf16_experts(
 def _run(module, given, scales, activation, backend) -> torch.Tensor:
     return mega_moe(
         *(tensor.contiguous() for tensor in given),
-        module.gate_up_proj,
+        _w13(module),
         module.down_proj,
         *scales,
         activation=activation,
         backend=backend,
     )
+
+
+def _has_gate(module) -> bool:
+    return getattr(module, "has_gate", True)
+
+
+def _w13(module, suffix: str = "") -> torch.Tensor:
+    """Gate and up, or the one projection of experts without a gate; or what belongs to it."""
+    return getattr(module, ("gate_up_proj" if _has_gate(module) else "up_proj") + suffix)
 
 
 def _check(module, hidden_states) -> Activation | str:
@@ -125,7 +133,13 @@ def _check(module, hidden_states) -> Activation | str:
 
 
 def _activation(module) -> Activation | str:
-    """What the gate of `module` computes."""
+    """What `module` computes between its projections."""
+    if not _has_gate(module):  # calls act_fn, whatever numbers there are
+        kind = _KINDS.get(type(module.act_fn))
+        if kind is None:
+            got = type(module.act_fn).__name__
+            _refuse(module, "activation silu, gelu or relu2", got, 'choose "grouped_mm"')
+        return _NO_GATE[kind]
     alpha, limit, also_limit = (getattr(module, name, None) for name in _NUMBERS)
     if getattr(module, "limit", limit) != limit:
         _refuse(module, f"limit {limit} as swiglu_limit", also_limit, 'choose "grouped_mm"')
@@ -134,7 +148,7 @@ def _activation(module) -> Activation | str:
     form = "plain" if limit is None else "limit" if alpha is None else "alpha"
     kind = _KINDS.get(type(module.act_fn))
     if kind is None or (kind != "swiglu" and form != "plain"):
-        allowed = "silu" if form != "plain" else "silu or gelu"
+        allowed = "silu" if form != "plain" else "silu, gelu or relu2"
         got = type(module.act_fn).__name__
         _refuse(module, f"activation {allowed}", got, 'choose "grouped_mm"')
     gate = module.__dict__.get("_apply_gate", type(module)._apply_gate)
@@ -204,6 +218,7 @@ def _kinds() -> dict[type, str]:
         ("gelu", "geglu_erf", gelu(_VALUES)),
         ("gelu_new", "geglu_tanh", gelu(_VALUES, approximate="tanh")),
         ("gelu_pytorch_tanh", "geglu_tanh", gelu(_VALUES, approximate="tanh")),
+        ("relu2", "reglu2", torch.relu(_VALUES) ** 2),
     ):
         if name in ACT2FN and torch.allclose(ACT2FN[name](_VALUES), wanted, atol=1e-6):
             kinds[type(ACT2FN[name])] = kind
@@ -211,6 +226,12 @@ def _kinds() -> dict[type, str]:
 
 
 _KINDS = _kinds()
+_NO_GATE = {  # the kinds of the same functions where experts have no gate
+    "swiglu": "silu_no_gate",
+    "geglu_erf": "gelu_erf_no_gate",
+    "geglu_tanh": "gelu_tanh_no_gate",
+    "reglu2": "relu2_no_gate",
+}
 _GATES = [
     (gate, _forms(gate))
     for gate in (getattr(finegrained_fp8.FP8Experts, "_apply_gate", None), moe._default_apply_gate)

@@ -32,7 +32,8 @@ SIZES = {
 
 # Rows beyond full tiles that an expert's last takes along in prefill, where a tile of their own
 # would read its weights again: 512 tokens of S1 and S3 -6 and -8 %, 2048 of S2 -4 %. 32 instead of
-# 16 are level (H200, 2026-11-30). Not with biases, for which there are no registers beside them.
+# 16 are level (H200, 2026-11-30). Not with biases, nor where router weights multiply tokens before
+# the longest activation, for which there are no registers beside them.
 EXTRA_TOKENS = 16
 
 
@@ -92,7 +93,7 @@ def choose(problem: MoeProblem, gpu: GpuSpec, **variant) -> MegaMoePlan:
             math_regs=224 if name == "prefill" else 160,
             unroll_k=_unroll_k(name, problem, has_bias),
             num_task_slots=num_task_slots,
-            extra_tokens=EXTRA_TOKENS if name == "prefill" and not has_bias else 0,
+            extra_tokens=_extra_tokens(name, activation, variant),
             format=problem.format,
             **variant,
         )
@@ -100,6 +101,12 @@ def choose(problem: MoeProblem, gpu: GpuSpec, **variant) -> MegaMoePlan:
             plan.check(gpu)
             return plan
     raise PlanError(f"no ring of 3 stages fits {gpu.smem_bytes:,} B of shared memory for {problem}")
+
+
+def _extra_tokens(name: str, activation: str, variant: dict) -> int:
+    has_long_one = activation == "gelu_erf_no_gate" and variant.get("weight_on_input", False)
+    has_room = not variant.get("has_bias", False) and not has_long_one
+    return EXTRA_TOKENS if name == "prefill" and has_room else 0
 
 
 def _unroll_k(name: str, problem: MoeProblem, has_bias: bool) -> int:

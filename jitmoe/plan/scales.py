@@ -36,7 +36,8 @@ def kind_of(
     }
     fitting = []
     for (name, size), shape in zip(sizes.items(), (w13_scale, w2_scale), strict=True):
-        allowed = {kind: _weight_shapes(kind, *size, halves=gated and name == "w13_scale") for kind in kinds}
+        halves = gated and name == "w13_scale"
+        allowed = {kind: _weight_shapes(kind, *size, halves) for kind in kinds}
         fitting.append([kind for kind in kinds if tuple(shape) in allowed[kind]])
         if not fitting[-1]:
             shapes = " or ".join(f"{list(allowed[kind][0])} ({_EACH[kind]})" for kind in kinds)

@@ -62,29 +62,29 @@ DEVICE void store_group(const Params& p, Smem& smem, const Task& task, const Sha
 template <u32 N>
 DEVICE void store_mid_rows(const Params& p, Smem& smem, const Task& task, const Share& share,
                            const RouterWeights<N, true>& weights, float (&sums)[kShareBlocks<true>][N / 2]) {
-    float amax[kTileGroups][2] = {};
-#pragma unroll
-    for (u32 m = 0; m < kShareBlocks<true>; ++m) {
-        float (&most)[2] = amax[m * kTileGroups / kShareBlocks<true>];
-#pragma unroll
-        for (u32 i = 0; i < N / 2; i += 8) {
-#pragma unroll
-            for (u32 r = 0; r < (kGated ? 4 : 8); ++r) {
-                const u32 row = r % 4 / 2;
-                float& value = sums[m][i + r];
-                value = activate(p, value, sums[m][i + 4 + r % 4], weights.of[row]);
-                most[row] = fmaxf(most[row], fabsf(value));
-            }
-        }
-    }
-    if constexpr (!kQuantizes) return store_mid_bf16(p, smem, task, share, weights, sums);
+    constexpr u32 kBlocks = kShareBlocks<true> / kTileGroups;  // of a group
 #pragma unroll
     for (u32 group = 0; group < kTileGroups; ++group) {
         if constexpr (!kGated) {
             if (!has_group(task, group)) break;
         }
-        store_group<N>(p, smem, task, share, weights, group, amax[group], sums);
+        float amax[2] = {};
+#pragma unroll
+        for (u32 m = group * kBlocks; m < (group + 1) * kBlocks; ++m) {
+#pragma unroll
+            for (u32 i = 0; i < N / 2; i += 8) {
+#pragma unroll
+                for (u32 r = 0; r < (kGated ? 4 : 8); ++r) {
+                    const u32 row = r % 4 / 2;
+                    float& value = sums[m][i + r];
+                    value = activate(p, value, sums[m][i + 4 + r % 4], weights.of[row]);
+                    amax[row] = fmaxf(amax[row], fabsf(value));
+                }
+            }
+        }
+        if constexpr (kQuantizes) store_group<N>(p, smem, task, share, weights, group, amax, sums);
     }
+    if constexpr (!kQuantizes) store_mid_bf16(p, smem, task, share, weights, sums);
 }
 
 template <u32 N>

@@ -12,7 +12,7 @@ from jitmoe.emulate.mega_moe import EmulatedLayer
 from jitmoe.plan.gpu import GPUS
 from jitmoe.plan.heuristics import plans_of_model
 from jitmoe.plan.models import MODELS, model_shape
-from jitmoe.plan.variant import Variant
+from jitmoe.plan.variant import Variant, is_gated
 
 try:
     compiler()
@@ -42,7 +42,8 @@ def layers():
 
     def get(plan, checked) -> EmulatedLayer:
         if (plan, checked) not in made:
-            layer = reference.random_layer(plan.num_experts, plan.hidden, plan.intermediate, 0)
+            sizes = plan.num_experts, plan.hidden, plan.intermediate
+            layer = reference.random_layer(*sizes, 0, gated=is_gated(plan.activation))
             num_tokens = NUM_TOKENS[plan.bucket]
             made[plan, checked] = EmulatedLayer(plan, layer, num_tokens, 3, checked)
         return made[plan, checked]
