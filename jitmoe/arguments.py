@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from jitmoe.plan.formats import format_of
 from jitmoe.plan.scales import token_strides
 from jitmoe.run.arrays import Layout, check_array, check_contiguous, check_rows, signer, view
 from jitmoe.weights import ExpertWeights
@@ -139,8 +140,11 @@ def _check_apart(x_ptr: int, x_bytes: int, y_ptr: int, y_bytes: int) -> None:
 def _check(x, scale, ids, router, out, weights: ExpertWeights) -> tuple[int, int]:
     """num_tokens and top_k of arguments that fit each other and the weights."""
     hidden, device = weights.hidden, weights.device
-    if weights.format == "bf16" and (scale is not None or x.dtype in ("e4m3", "u8")):
-        raise ValueError("x is e4m3 and the weights are bf16; pass x in bf16, without scales")
+    quantizes = format_of(weights.format).quantizes
+    if not quantizes and (scale is not None or x.dtype in ("e4m3", "u8")):
+        raise ValueError(
+            f"x is e4m3 and the weights are {weights.format}; pass x in bf16, without scales"
+        )
     if scale is None and x.dtype in ("e4m3", "u8"):
         raise ValueError("x is e4m3 and has no scales; pass x=(x_fp8, x_scale)")
     formats = ("bf16", "u16") if scale is None else ("e4m3", "u8")

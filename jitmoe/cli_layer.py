@@ -26,7 +26,10 @@ Activation = Annotated[
     ),
 ]
 Format = Annotated[
-    str, typer.Option(help="Of the weights: fp8_block, fp8_channel, fp8_tensor or bf16.")
+    str,
+    typer.Option(
+        help="Of the weights: fp8_block, fp8_channel, fp8_tensor, bf16, mxfp4_fp8 or mxfp4_bf16."
+    ),
 ]
 GateUp = Annotated[
     str, typer.Option(help="Order of rows in w13: gate_first, up_first or interleaved.")

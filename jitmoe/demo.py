@@ -16,6 +16,7 @@ from jitmoe.emulate.compile import NoHostCompiler
 from jitmoe.emulate.mega_moe import EmulatedLayer
 from jitmoe.fp8 import decode_e4m3, encode_bf16, quantize_tokens
 from jitmoe.plan import heuristics
+from jitmoe.plan.formats import format_of
 from jitmoe.plan.gpu import gpu_spec
 from jitmoe.plan.models import ModelShape
 from jitmoe.plan.problem import QUANT_GROUP, MoeProblem
@@ -104,18 +105,20 @@ def emulated_error(
     bucket: str, num_tokens: int, variant: Variant, format: str = "fp8_block"
 ) -> float:
     """Relative error of an emulated launch against the oracle that rounds where the kernel does."""
-    gated = variant.activation.gated
-    sizes = {"hidden": 256, "intermediate": 208, "num_experts": 4}
-    layer = reference.random_layer(**sizes, seed=1, format=format, gated=gated)
-    small = MoeProblem(1, **sizes, top_k=2, format=format, gated=gated)
+    ragged = 224 if format_of(format).is_mx else 208
+    sizes = {"hidden": 256, "intermediate": ragged, "num_experts": 4}
+    kind = {"format": format, "gated": variant.activation.gated}
+    layer = reference.random_layer(**sizes, seed=1, **kind)
+    small = MoeProblem(1, **sizes, top_k=2, **kind)
     plan = heuristics.plans_of_model(small, gpu_spec("h200"), **variant.plan_fields)[bucket]
     emulated = EmulatedLayer(plan, layer, max_tokens=num_tokens, num_blocks=3)
     tokens = reference.random_tokens(num_tokens, 256, 4, 2, seed=2, routing="unused")
-    x, x_scale = (encode_bf16(tokens.x), None) if format == "bf16" else quantize_tokens(tokens.x)
+    quantizes = format_of(format).quantizes
+    x, x_scale = quantize_tokens(tokens.x) if quantizes else (encode_bf16(tokens.x), None)
     given = x if x_scale is None else (x, x_scale)
     y = emulated(given, tokens.topk_ids, tokens.topk_weights, variant)
     inputs = (x, x_scale, tokens.topk_ids, tokens.topk_weights, *layer)
-    ref = reference.mega_moe(*inputs, requantize=True, **variant.formula)
+    ref = reference.mega_moe(*inputs, requantize=True, format=format, **variant.formula)
     return reference.relative_error(y, ref)
 
 

@@ -11,6 +11,7 @@ from jitmoe.bench import methods
 from jitmoe.bench.points import calls_per_graph
 from jitmoe.bench.trial import Protocol, trial
 from jitmoe.plan import heuristics
+from jitmoe.plan.formats import format_of
 from jitmoe.plan.models import ModelShape
 from jitmoe.plan.problem import MoeProblem
 from jitmoe.run.driver import device_spec
@@ -47,7 +48,7 @@ def demo_on_gpu(
     passes = []
     for num_tokens in counts:
         sized = replace(layer, num_tokens=num_tokens)
-        for kind in ("fp8", "bf16") if format != "bf16" else ("bf16",):
+        for kind in ("fp8", "bf16") if format_of(format).quantizes else ("bf16",):
             passes.append(_measure(console, sized, shape.activation, gpu, kind, weights, first))
     from jitmoe.demo import verdict
 

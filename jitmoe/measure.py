@@ -9,7 +9,7 @@ from typing import NamedTuple
 from jitmoe import reference
 from jitmoe.fp8 import encode_bf16, quantize_tokens
 from jitmoe.fused import mega_moe
-from jitmoe.plan.formats import FORMATS
+from jitmoe.plan.formats import FORMATS, format_of
 from jitmoe.plan.problem import MoeProblem
 from jitmoe.plan.variant import Activation
 from jitmoe.run.workspace import Workspace
@@ -18,7 +18,7 @@ from jitmoe.weights import ExpertWeights
 MAX_WEIGHT_SETS = 4
 SPARE_BYTES = 6 << 30  # for x, y, the workspace and the oracle
 # Bounds of the relative error: the format's own noise, and rounding where the kernel rounds too.
-EXACT_BOUNDS = {format: 5e-3 if format == "bf16" else 2.6e-2 for format in FORMATS}
+EXACT_BOUNDS = {name: 2.6e-2 if one.quantizes else 5e-3 for name, one in FORMATS.items()}
 REQUANTIZED_BOUND = 5e-3
 
 
@@ -33,6 +33,7 @@ class Call(NamedTuple):
     topk_ids: object
     topk_weights: object
     activation: Activation | str = "swiglu"
+    format: str | None = None  # None: by dtypes
 
     def launch(self, weights: ExpertWeights, workspace: Workspace, out, stream=None):
         return mega_moe(
@@ -84,7 +85,8 @@ def weight_sets(layer: MoeProblem, outliers: int = 0):
         reference.Layer(*(None if p is None else cupy.roll(p, i, axis=0) for p in first))
         for i in range(1, max(1, min(MAX_WEIGHT_SETS, num_sets)))
     ]
-    return [ExpertWeights(s.w13, s.w2, s.w13_scale, s.w2_scale) for s in sets], first
+    said = layer.format if format_of(layer.format).is_mx else None
+    return [ExpertWeights(s.w13, s.w2, s.w13_scale, s.w2_scale, format=said) for s in sets], first
 
 
 def random_call(
@@ -108,12 +110,12 @@ def random_call(
     tokens = reference.random_tokens(
         *sizes, seed, routing, cupy, outliers=outliers, zipf_exponent=zipf_exponent
     )
-    if layer.format == "bf16":
+    if not format_of(layer.format).quantizes:
         bits = encode_bf16(tokens.x, cupy)
-        return Call(bits, bits, None, tokens.topk_ids, tokens.topk_weights, activation)
+        return Call(bits, bits, None, *tokens[1:], activation, layer.format)
     codes, scale = quantize_tokens(tokens.x, cupy)
     x = encode_bf16(tokens.x, cupy) if bf16 else (codes, scale)
-    return Call(x, codes, scale, tokens.topk_ids, tokens.topk_weights, activation)
+    return Call(x, codes, scale, *tokens[1:], activation, layer.format)
 
 
 def poisoned(layer: MoeProblem):
@@ -127,11 +129,9 @@ def references(call: Call, codes: reference.Layer) -> References:
     """What `call` should give with the weights `codes`."""
     xp = oracle_namespace()
     inputs = (call.codes, call.scale, call.topk_ids, call.topk_weights, *codes)
+    options = {"activation": call.activation, "format": call.format, "xp": xp}
     return References(
-        *(
-            reference.mega_moe(*inputs, requantize=requantize, activation=call.activation, xp=xp)
-            for requantize in (False, True)
-        )
+        *(reference.mega_moe(*inputs, requantize=rounds, **options) for rounds in (False, True))
     )
 
 

@@ -97,28 +97,29 @@ def _weight_maps(weights: ExpertWeights, plan: MegaMoePlan) -> tuple[bytes, byte
 
 
 def _gated_map(weights: ExpertWeights, plan: MegaMoePlan) -> bytes:
-    half, width = weights.intermediate, format_of(plan.format).element_bytes
-    expert, row = (width * stride for stride in weights.w13.strides[:2])
+    w13, half = weights.w13, weights.intermediate
+    width, expert, row = _widths(w13, plan)
     channel, up = (2, 1) if plan.interleaved else (1, half)  # rows from one to the next
     return encode_u8_map(
-        weights.w13.ptr,
-        [width * weights.hidden, 8, 2, half // 8, weights.num_experts],
+        w13.ptr,
+        [width, 8, 2, half // 8, weights.num_experts],
         [channel * row, up * row, 8 * channel * row, expert],
-        [plan.block_k_bytes, 8, 2, plan.block_rows // 16, 1],
+        [plan.weight_k_bytes, 8, 2, plan.block_rows // 16, 1],
     )
 
 
 def _row_map(tensor: DeviceArray, plan: MegaMoePlan) -> bytes:
     """Dimensions (columns, rows, expert)."""
-    num_experts, num_rows, num_columns = tensor.shape
-    width = format_of(plan.format).element_bytes
-    expert, row = (width * stride for stride in tensor.strides[:2])
-    return encode_u8_map(
-        tensor.ptr,
-        [width * num_columns, num_rows, num_experts],
-        [row, expert],
-        [plan.block_k_bytes, plan.block_rows, 1],
-    )
+    width, expert, row = _widths(tensor, plan)
+    num_experts, num_rows, _ = tensor.shape
+    box = [plan.weight_k_bytes, plan.block_rows, 1]
+    return encode_u8_map(tensor.ptr, [width, num_rows, num_experts], [row, expert], box)
+
+
+def _widths(tensor: DeviceArray, plan: MegaMoePlan) -> tuple[int, int, int]:
+    """Bytes of a row, and from expert to expert and row to row."""
+    element = 2 if plan.format == "bf16" else 1
+    return tuple(element * n for n in (tensor.shape[2], *tensor.strides[:2]))
 
 
 def _token_maps(weights, plan: MegaMoePlan, memory: dict, row_capacity: int) -> tuple[bytes, ...]:

@@ -12,16 +12,17 @@ import numpy as np
 
 from jitmoe.fp8 import (
     dequantize_tokens,
-    dequantize_weights,
     encode_bf16,
     quantize_tokens,
     quantize_weights,
     round_bf16,
     to_float,
 )
+from jitmoe.mxfp4 import quantize_mxfp4
 from jitmoe.plan.formats import format_of
 from jitmoe.plan.variant import Activation, check_gate_up
 from jitmoe.reference_activations import activate, split
+from jitmoe.reference_weights import expert_weights
 
 ROUTINGS = ("uniform", "zipf", "hot_expert", "one_expert", "unused", "duplicates")
 OUTLIER_FACTOR = 30.0
@@ -45,6 +46,7 @@ def mega_moe(
     first_expert: int = 0,
     w13_bias=None,
     w2_bias=None,
+    format: str | None = None,
     xp=np,
 ):
     """y[t] = factor * sum over slots s of topk_weights[t, s] * mid @ w2[e].T
@@ -53,12 +55,11 @@ def mega_moe(
     silu(gate) * up, or without a gate activate(w13[e] @ x[t], None, activation), and factor =
     routed_scaling_factor (DeepSeek-V3, inference/model.py, Gate: it multiplies the router weights).
     With apply_router_weight_on_input, topk_weights[t, s] multiplies the token instead, and by that
-    gate and up (Llama 4, modeling_llama4.py of transformers, Llama4TextMoe). Biases are
-    added to gate and up, which weights on tokens have multiplied, and to mid @ w2[e].T before it is
-    weighted (gpt-oss, gpt_oss/torch/model.py, MLPBlock).
+    gate and up (Llama 4, modeling_llama4.py of transformers, Llama4TextMoe). Biases are added to
+    gate and up so multiplied, and to mid @ w2[e].T before it is weighted (gpt-oss, MLPBlock).
 
     x             [num_tokens, hidden] e4m3; or float or bf16 bits, with x_scale None, which
-                  `quantize_tokens` then quantises, unless weights are bf16
+                  `quantize_tokens` then quantises, unless the format multiplies in bf16
     x_scale       [num_tokens, hidden/128], [num_tokens], [num_tokens, 1], [1] or []
     topk_ids      [num_tokens, top_k] integers; a slot whose e is outside [0, num_experts) is unused
                   and its weight is not looked at; an expert that a token names twice counts twice
@@ -74,8 +75,11 @@ def mega_moe(
                   of rows, [num_experts, 2], each with trailing ones or not
     w2            [num_experts, hidden, intermediate] as w13
     w2_scale      [num_experts, hidden/128, ceil(intermediate/128)], or as w13_scale
+                  MXFP4: two codes in an element of w13 and w2, and scales in e8m0 for each 32 of a
+                  row (mxfp4.quantize_mxfp4)
     w13_bias      None or [num_experts, 2*intermediate] float or bf16 bits, in the order of rows
     w2_bias       None or [num_experts, hidden]
+    format        one of formats.FORMATS; None for FP8 with scales and bf16 without
     returns       float64 [num_tokens, hidden], before the rounding to bf16
 
     requantize=False is the formula on the dequantised inputs, in float64. requantize=True rounds
@@ -85,14 +89,15 @@ def mega_moe(
     """
     check_gate_up(gate_up)
     gated = Activation.of(activation).gated
-    is_fp8 = w13_scale is not None
-    if is_fp8 and x_scale is None:
+    form = format_of(format or ("bf16" if w13_scale is None else "fp8_block"))
+    if form.quantizes and x_scale is None:
         x, x_scale = quantize_tokens(x, xp)
     num_tokens, hidden = x.shape
-    num_experts, _, intermediate = w2.shape
+    packed = 2 if form.is_mx else 1
+    num_experts, intermediate = w2.shape[0], packed * w2.shape[2]
     top_k = topk_ids.shape[1]
     rows = intermediate * (2 if gated else 1)
-    if w13.shape != (num_experts, rows, hidden) or w2.shape[1] != hidden:
+    if w13.shape != (num_experts, rows, hidden // packed) or w2.shape[1] != hidden:
         raise ValueError(f"x {x.shape}, w13 {w13.shape} and w2 {w2.shape} do not fit each other")
     if not topk_ids.shape == topk_weights.shape == (num_tokens, top_k):
         raise ValueError(
@@ -107,16 +112,13 @@ def mega_moe(
         tokens, slots = xp.nonzero(topk_ids == first_expert + expert)  # of every pair
         if tokens.size == 0:
             continue
-        if is_fp8:
-            alternate = gate_up == "interleaved"
-            w13_e = dequantize_weights(w13[expert], w13_scale[expert], xp, alternate)
-            w2_e = dequantize_weights(w2[expert], w2_scale[expert], xp)
+        w13_e = expert_weights(w13, w13_scale, expert, form, xp, gate_up == "interleaved")
+        w2_e = expert_weights(w2, w2_scale, expert, form, xp)
+        if form.quantizes:
             scales = x_scale if x_scale.size == 1 else x_scale[tokens]
             x_e = dequantize_tokens(x[tokens], scales, xp)
         else:
-            x_e, w13_e, w2_e = (
-                to_float(part, xp.float64, xp) for part in (x[tokens], w13[expert], w2[expert])
-            )
+            x_e = to_float(x[tokens], xp.float64, xp)
         gate_and_up = xp.matmul(x_e, w13_e.T)
         pair_weights = weights[tokens, slots][:, None]
         if apply_router_weight_on_input:
@@ -126,7 +128,7 @@ def mega_moe(
         halves = split(gate_and_up, gate_up) if gated else (gate_and_up, None)
         mid = activate(*halves, activation, xp)
         factors = bias_factors = routed_scaling_factor * pair_weights
-        if requantize and is_fp8:
+        if requantize and form.quantizes:
             mid = dequantize_tokens(*quantize_tokens(mid, xp), xp)
         elif requantize:
             mid, factors = round_bf16(factors * mid, xp).astype(xp.float64), 1.0
@@ -182,8 +184,8 @@ def _comparable(y, ref, xp):
 
 
 class Layer(NamedTuple):
-    """Weights in the order `mega_moe` takes them: codes uint8 and scales f32, or bf16 bits uint16
-    and no scales.
+    """Weights in the order `mega_moe` takes them: codes uint8 and scales f32 (MXFP4: uint8), or
+    bf16 bits uint16 and no scales.
     """
 
     w13: Any
@@ -227,7 +229,10 @@ def random_layer(
             if scales is None:
                 codes[idx].append(encode_bf16(w, xp))
                 continue
-            expert_codes, expert_factors = quantize_weights(w, xp, scales)
+            is_mx = format_of(format).is_mx
+            expert_codes, expert_factors = (
+                quantize_mxfp4(w, xp) if is_mx else quantize_weights(w, xp, scales)
+            )
             codes[idx].append(expert_codes)
             factors[idx].append(expert_factors)
     stacked = (parts[idx] for idx in (0, 1) for parts in (codes, factors))

@@ -51,12 +51,15 @@ def plan_report(layer: MoeProblem, gpu: GpuSpec, **variant) -> dict:
 
 def limits(format: str = "fp8_block") -> dict[str, str]:
     """The sizes a layer of a number format may have, in words."""
+    form = format_of(format)
     return {
         "num_tokens": f"0 to {problem.MAX_TOKENS:,}",
         "num_experts": f"1 to {problem.MAX_EXPERTS:,}",
         "top_k": f"1 to {problem.MAX_TOP_K}",
-        "hidden": f"a multiple of {format_of(format).hidden_step} up to {problem.MAX_HIDDEN:,}",
-        "intermediate": f"a multiple of 16 up to {problem.MAX_INTERMEDIATE:,}",
+        "hidden": f"a multiple of {form.hidden_step} up to {problem.MAX_HIDDEN:,}",
+        "intermediate": (
+            f"a multiple of {form.intermediate_step} up to {problem.MAX_INTERMEDIATE:,}"
+        ),
     }
 
 

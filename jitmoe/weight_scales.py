@@ -1,8 +1,11 @@
-"""Weight scales as they are given, widened if they are in e8m0."""
+"""Weight scales as kernels take them: in f32, or MXFP4's in an order of the kernel's own."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from jitmoe.fp8 import decode_e8m0
+from jitmoe.mxfp4 import pack_scales
 from jitmoe.run.arrays import HOST, DeviceArray
 
 
@@ -13,21 +16,34 @@ def read_scale(given, name: str, read):
     seen = read(given, name)
     if seen.dtype not in ("e8m0", "u8"):
         return given, seen
-    given = decode_e8m0(given) if seen.device == HOST else _decode_on_gpu(given, seen)
+    given = _work_out(given, seen, decode_e8m0)
     return given, read(given, name)
 
 
-def _decode_on_gpu(given, seen: DeviceArray):
-    """A CuPy array. Waits for the GPU: what wrote the scales, or will read these, may be on any
-    stream.
+def read_mx_scale(given, seen: DeviceArray, name: str, read, format: str, gate_up: str | None):
+    """What `mxfp4.pack_scales` makes of a scale in e8m0 or uint8, and what is seen of it."""
+    try:
+        packed = _work_out(given, seen, lambda codes, xp: pack_scales(codes, format, gate_up, xp))
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    return packed, read(packed, name)
+
+
+def _work_out(given, seen: DeviceArray, function: Callable):
+    """A new array of function(codes, xp) of 1-byte codes, where they are. On a GPU it waits: what
+    wrote the scales, or will read these, may be on any stream.
     """
+    if seen.device == HOST:
+        import numpy
+
+        return function(given.view(numpy.uint8), numpy)
     import cupy
 
     with cupy.cuda.Device(seen.device) as device:
         memory = cupy.cuda.UnownedMemory(seen.ptr, seen.layout.num_bytes, given, seen.device)
         place = cupy.cuda.MemoryPointer(memory, 0)
-        bits = cupy.ndarray(seen.shape, cupy.uint8, place, strides=seen.strides)
+        codes = cupy.ndarray(seen.shape, cupy.uint8, place, strides=seen.strides)
         device.synchronize()
-        scales = decode_e8m0(bits, cupy)
+        result = function(codes, cupy)
         device.synchronize()
-    return scales
+    return result

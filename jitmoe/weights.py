@@ -7,15 +7,30 @@ from math import prod
 
 import numpy as np
 
-from jitmoe.plan.formats import SCALES, format_of
-from jitmoe.plan.problem import MoeProblem
+from jitmoe.plan.formats import FORMATS, SCALES, format_of
+from jitmoe.plan.problem import MX_GROUP, MoeProblem
 from jitmoe.plan.scales import check_scales, kind_of, weight_strides
 from jitmoe.plan.variant import check_gate_up, check_no_gate
 from jitmoe.run.arrays import HOST, check_array, check_dense, check_rows, host_view, view
-from jitmoe.weight_scales import read_scale
+from jitmoe.weight_scales import read_mx_scale, read_scale
 
 # What w13 and w2 may be, with scales and without.
 _FP8, _BF16 = ("e4m3", "u8"), ("bf16", "u16")
+
+
+def _is_mx(format: str | None, scales: str | None) -> bool:
+    """Whether MXFP4 is asked for. Raises ValueError for another format, or for MXFP4's scales."""
+    if format is None:
+        return False
+    allowed = [name for name, one in FORMATS.items() if one.is_mx]
+    if format not in allowed:
+        raise ValueError(
+            f"format must be {' or '.join(allowed)}, got {format!r}; leave it out for others, "
+            "which are found by dtype and scales"
+        )
+    if scales is not None:
+        raise ValueError(f"scales must be None for {format}, got {scales!r}; leave it out")
+    return True
 
 
 class Memo(dict):
@@ -32,19 +47,24 @@ class Memo(dict):
 
 
 class ExpertWeights:
-    """Views of the experts' weights, FP8 or bf16, validated once.
+    """Views of the experts' weights, FP8, bf16 or MXFP4, validated once.
 
     w13        [num_experts, 2 * intermediate, hidden] e4m3 or bf16 (or uint8 or uint16 of the same
                bits): gate rows first, then up, or as gate_up says; of experts without a gate
                [num_experts, intermediate, hidden], and below `intermediate` instead of twice it
     w2         [num_experts, hidden, intermediate] of the same dtype
-    w13_scale  None for bf16; for FP8 f32, value = code * scale: for each block of 128 x 128
-               weights, [num_experts, ceil(2 * intermediate / 128), hidden / 128]; for each output
-               channel, [num_experts, 2 * intermediate] or with a trailing 1; for each expert,
+               MXFP4: uint8 of half as many columns, two e2m1 codes each, the first in the low half
+               (gpt-oss's blocks with their last two dimensions as one)
+    w13_scale  None for bf16; for MXFP4 e8m0 (or uint8 of the same bits), for each 32 along a row,
+               [num_experts, 2 * intermediate, hidden / 32]; for FP8 f32, value = code * scale: for
+               each block of 128 x 128 weights,
+               [num_experts, ceil(2 * intermediate / 128), hidden / 128]; for each output channel,
+               [num_experts, 2 * intermediate] or with a trailing 1; for each expert,
                [num_experts] or with trailing ones; or for gate and up, in the order of w13's rows,
                [num_experts, 2] or with a trailing 1
     w2_scale   of the same kind: [num_experts, hidden / 128, ceil(intermediate / 128)];
-               [num_experts, hidden]; or [num_experts], the latter two also with trailing ones
+               [num_experts, hidden]; or [num_experts], the latter two also with trailing ones; of
+               MXFP4 [num_experts, hidden, intermediate / 32]
     w13_bias   [num_experts, 2 * intermediate] bf16 (or uint16 of the same bits) or f32: added to
                gate and up, in the order of w13's rows
     w2_bias    [num_experts, hidden] of the same dtype: added to what an expert gives. Both or none:
@@ -54,9 +74,12 @@ class ExpertWeights:
                default without a gate
     scales     "block", "channel" or "tensor": the kind of both (default: by their shapes, "block"
                where those of a tiny layer fit two)
+    format     "mxfp4_fp8" or "mxfp4_bf16" for MXFP4, whose tokens are multiplied in e4m3 or in
+               bf16; others are found by dtype and scales
 
-    Scales may be in e8m0 too (or uint8 of the same bits): a copy of them in f32 is made here, which
-    waits for the GPU, and later writes to them are not seen. All else is used in place.
+    Scales of FP8 may be in e8m0 too. Those in e8m0 are copied here, in f32 or for MXFP4 in an order
+    of the kernel's own, which waits for the GPU, and later writes to them are not seen. All else
+    is used in place.
 
     CuPy arrays, PyTorch tensors or anything that speaks `__cuda_array_interface__` or DLPack. Rows
     must be dense and start at multiples of 16 bytes; rows and experts may be strided. NumPy arrays
@@ -64,8 +87,8 @@ class ExpertWeights:
     another host array or a mixture and ValueError, one sentence, for shapes, dtypes, strides or
     devices that do not fit.
 
-    `format` is "fp8_block", "fp8_channel", "fp8_tensor" or "bf16"; `gated` whether w13 has twice as
-    many rows as w2 has channels.
+    `format` is one of jitmoe.plan.formats.FORMATS; `gated` whether w13 has more rows than w2 has
+    channels.
     """
 
     def __init__(
@@ -79,17 +102,28 @@ class ExpertWeights:
         w2_bias=None,
         gate_up: str = "gate_first",
         scales: str | None = None,
+        format: str | None = None,
     ):
         check_gate_up(gate_up)
         check_scales("block" if scales is None else scales)
         self.gate_up = gate_up
         read = host_view if isinstance(w13, np.ndarray) else view
         self.w13, self.w2 = read(w13, "w13"), read(w2, "w2")
-        w13_scale, self.w13_scale = read_scale(w13_scale, "w13_scale", read)
-        w2_scale, self.w2_scale = read_scale(w2_scale, "w2_scale", read)
+        if _is_mx(format, scales):
+            self.format = format
+            self.w13_scale, self.w2_scale = (
+                None if s is None else read(s, f"{name}_scale")
+                for s, name in ((w13_scale, "w13"), (w2_scale, "w2"))
+            )
+            self._check_both_scales()
+        else:
+            w13_scale, self.w13_scale = read_scale(w13_scale, "w13_scale", read)
+            w2_scale, self.w2_scale = read_scale(w2_scale, "w2_scale", read)
+            self.format = self._find_format(scales)
         self.tensors = (w13, w2, w13_scale, w2_scale)  # they keep the memory alive
-        self.format = self._find_format(scales)
-        self.gated = self.w13.shape[1:2] != self.w2.shape[2:]
+        form = format_of(self.format)
+        packed = 2 if form.is_mx else 1
+        self.gated = self.w13.shape[1:2] != tuple(packed * n for n in self.w2.shape[2:])
         if len(self.w13.shape) != 3 or (self.gated and self.w13.shape[1] % 2):
             raise ValueError(
                 "w13 must have shape [num_experts, 2 * intermediate, hidden], "
@@ -97,17 +131,21 @@ class ExpertWeights:
             )
         if not self.gated:
             check_no_gate(gate_up)
-        self.num_experts, rows, self.hidden = self.w13.shape
+        self.num_experts, rows, columns = self.w13.shape
+        self.hidden = packed * columns
         self.intermediate = rows // 2 if self.gated else rows
         self.device = self.w13.device
         self.problem(0, 1)  # refuses sizes there is no kernel for
         e, h, i = self.num_experts, self.hidden, self.intermediate
-        dtypes = _BF16 if self.format == "bf16" else _FP8
-        for name, shape in (("w13", (e, rows, h)), ("w2", (e, h, i))):
+        dtypes = {4: ("u8",), 8: _FP8, 16: _BF16}[form.weight_bits]
+        wide = 1 if form.weight_bits == 16 else 8 // form.weight_bits  # weights of an element
+        for name, shape in (("w13", (e, rows, h // wide)), ("w2", (e, h, i // wide))):
             remedy = "w13 and w2 must be of the same layer: transpose or slice one of them"
             check_array(getattr(self, name), name, shape, dtypes, self.device, remedy)
-            check_rows(getattr(self, name), name, 16 // format_of(self.format).element_bytes)
-        if self.format != "bf16":
+            check_rows(getattr(self, name), name, 8 if form.weight_bits == 16 else 16)
+        if form.is_mx:
+            self._pack_scales(read)
+        elif self.format != "bf16":
             self.format = f"fp8_{self._find_kind_of_scales(scales)}"
         self.bias_tensors = (w13_bias, w2_bias)
         self.has_bias = w13_bias is not None or w2_bias is not None
@@ -134,12 +172,33 @@ class ExpertWeights:
                 "w13 must have dtype e4m3 or u8 with scales, or bf16 or u16 without, got "
                 f"{self.w13.dtype}; convert or view it"
             )
+        self._check_both_scales()
+        return "fp8_block"
+
+    def _check_both_scales(self) -> None:
+        scales = {"w13_scale": self.w13_scale, "w2_scale": self.w2_scale}
+        given = [name for name, scale in scales.items() if scale is not None]
         if len(given) != len(scales):
             raise ValueError(
                 f"w13 is {self.w13.dtype} and needs both scales, got "
                 f"{' and '.join(given) or 'none'}; pass w13_scale and w2_scale"
             )
-        return "fp8_block"
+
+    def _pack_scales(self, read) -> None:
+        """MXFP4's, in the order of the kernel."""
+        sizes = {
+            "w13_scale": (*self.w13.shape[:2], self.hidden // MX_GROUP),
+            "w2_scale": (self.num_experts, self.hidden, self.intermediate // MX_GROUP),
+        }
+        self.packed_scales = []  # they keep the memory alive
+        for (name, shape), given in zip(sizes.items(), self.tensors[2:], strict=True):
+            scale = getattr(self, name)
+            remedy = f"pass a scale for each {MX_GROUP} weights of a row"
+            check_array(scale, name, shape, ("e8m0", "u8"), self.device, remedy)
+            order = self.gate_up if name == "w13_scale" and self.gated else None
+            packed, seen = read_mx_scale(given, scale, name, read, self.format, order)
+            self.packed_scales.append(packed)
+            setattr(self, name, seen)
 
     def _find_kind_of_scales(self, said: str | None) -> str:
         scales = {"w13_scale": self.w13_scale, "w2_scale": self.w2_scale}
@@ -205,7 +264,7 @@ class ExpertWeights:
         """Bytes of weights and scales."""
         weights = prod(self.w13.shape) + prod(self.w2.shape)
         scales = sum(prod(s.shape) for s in (self.w13_scale, self.w2_scale) if s is not None)
-        return format_of(self.format).element_bytes * weights + 4 * scales
+        return format_of(self.format).weight_bytes(weights) + 4 * scales
 
     @cached_property
     def scale_addresses(self) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jitmoe.bench import times
+from jitmoe.plan.formats import format_of
 
 NUM_BURSTS = 5
 NUM_BYTES = 4 << 30
@@ -50,7 +51,7 @@ class Ceilings:
 
     def tflops(self, format: str) -> float | None:
         """The rate of a number format of `plan.formats.FORMATS`, if it was measured."""
-        return self.bf16_tflops if format == "bf16" else self.fp8_tflops
+        return self.fp8_tflops if format_of(format).quantizes else self.bf16_tflops
 
 
 def measure(heat: str) -> Ceilings:

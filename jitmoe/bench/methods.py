@@ -19,9 +19,12 @@ JITMOE = {
     "fp8_block": Peer("jitmoe", is_block_fp8=True, max_error=3e-2),
     **{
         format: Peer("jitmoe", is_block_fp8=False, max_error=3e-2, formats=(format,))
-        for format in ("fp8_channel", "fp8_tensor")
+        for format in ("fp8_channel", "fp8_tensor", "mxfp4_fp8")
     },
-    "bf16": Peer("jitmoe", is_block_fp8=False, max_error=5e-3, formats=("bf16",)),
+    **{
+        format: Peer("jitmoe", is_block_fp8=False, max_error=5e-3, formats=(format,))
+        for format in ("bf16", "mxfp4_bf16")
+    },
 }
 
 

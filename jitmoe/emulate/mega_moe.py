@@ -10,6 +10,7 @@ import numpy as np
 
 from jitmoe.emulate.compile import executable
 from jitmoe.emulate.run import Array, Rank, TensorMap, launch
+from jitmoe.mxfp4 import pack_scales
 from jitmoe.plan.formats import format_of
 from jitmoe.plan.mega_moe import MegaMoePlan
 from jitmoe.plan.scales import token_strides, weight_strides
@@ -67,6 +68,14 @@ class EmulatedLayer:
         self.layer = Layer(
             *(None if part is None else np.ascontiguousarray(part) for part in layer)
         )
+        self._scales = self.layer.w13_scale, self.layer.w2_scale
+        if plan.has_chunk_scales:
+            order = "interleaved" if plan.interleaved else "gate_first"  # or up: two halves
+            order = order if is_gated(plan.activation) else None
+            self._scales = tuple(
+                pack_scales(scale, plan.format, gate_up)
+                for scale, gate_up in zip(self._scales, (order, None), strict=True)
+            )
         self.biases = biases and Biases(*map(np.ascontiguousarray, biases))
         self.expert_counts = expert_counts
         self.executable = executable(plan, checked)
@@ -121,7 +130,8 @@ class EmulatedLayer:
 
     def _shared_arrays(self) -> dict[str, Array]:
         """Weights and workspace: the same in all launches of a stream."""
-        arrays = {n: Array(part) for n, part in self.layer._asdict().items() if part is not None}
+        layer = self.layer._replace(w13_scale=self._scales[0], w2_scale=self._scales[1])
+        arrays = {n: Array(part) for n, part in layer._asdict().items() if part is not None}
         if self.biases is not None:
             arrays |= {f"{name}_bias": Array(bias) for name, bias in self.biases._asdict().items()}
         if self.expert_counts is not None:
@@ -191,20 +201,19 @@ class EmulatedLayer:
 
     def _maps(self) -> dict[str, TensorMap]:
         plan = self.plan
-        size = format_of(plan.format).element_bytes
+        size, bytes_of = format_of(plan.format).element_bytes, format_of(plan.format).weight_bytes
         half, hidden, experts = plan.intermediate, plan.hidden, plan.num_experts
 
         def row_map(name: str, columns: int, rows: int) -> TensorMap:
-            strides = size * columns, size * columns * rows
-            box = plan.block_k_bytes, plan.block_rows, 1
-            return TensorMap(name, (size * columns, rows, experts), strides, box)
+            width, box = bytes_of(columns), (plan.weight_k_bytes, plan.block_rows, 1)
+            return TensorMap(name, (width, rows, experts), (width, width * rows), box)
 
         channel, up = (2, 1) if plan.interleaved else (1, half)  # rows from one to the next
         gated_map = TensorMap(
             "w13",
-            (size * hidden, 8, 2, half // 8, experts),
-            tuple(size * rows * hidden for rows in (channel, up, 8 * channel, 2 * half)),
-            (plan.block_k_bytes, 8, 2, plan.block_rows // 16, 1),
+            (bytes_of(hidden), 8, 2, half // 8, experts),
+            tuple(bytes_of(hidden) * rows for rows in (channel, up, 8 * channel, 2 * half)),
+            (plan.weight_k_bytes, 8, 2, plan.block_rows // 16, 1),
         )
         maps = {
             "w13_map": gated_map if is_gated(plan.activation) else row_map("w13", hidden, half),

@@ -12,19 +12,33 @@ SCALES = ("block", "channel", "tensor")
 class Format:
     """Sizes of a number format; a plan and a problem name it by its key in FORMATS.
 
-    element_bytes  of a weight, and of an activation as the tensor cores take it
-    hidden_step    hidden must be a multiple of it
-    scales         what has a scale of its own in the weights: one of SCALES, or nothing
+    weight_bits        of a weight
+    element_bytes      of an activation as the tensor cores take it
+    hidden_step        hidden must be a multiple of it
+    intermediate_step  so must intermediate
+    scales             what has a scale of its own in the weights: one of SCALES, "mx" (32 of a row,
+                       in e8m0), or nothing
     """
 
+    weight_bits: int
     element_bytes: int
     hidden_step: int
+    intermediate_step: int
     scales: str | None
 
     @property
     def quantizes(self) -> bool:
         """Whether activations are rounded to codes with scales of groups of channels."""
-        return self.scales is not None
+        return self.element_bytes == 1
+
+    @property
+    def is_mx(self) -> bool:
+        """Whether weights are e2m1 codes with a scale for 32 of a row."""
+        return self.scales == "mx"
+
+    def weight_bytes(self, num: int) -> int:
+        """Of that many weights in a row."""
+        return num * self.weight_bits // 8
 
     @property
     def has_channel_scales(self) -> bool:
@@ -33,8 +47,10 @@ class Format:
 
 
 FORMATS = {
-    **{f"fp8_{s}": Format(element_bytes=1, hidden_step=128, scales=s) for s in SCALES},
-    "bf16": Format(element_bytes=2, hidden_step=16, scales=None),
+    **{f"fp8_{s}": Format(8, 1, 128, 16, s) for s in SCALES},
+    "bf16": Format(16, 2, 16, 16, None),
+    "mxfp4_fp8": Format(4, 1, 128, 32, "mx"),
+    "mxfp4_bf16": Format(4, 2, 32, 32, "mx"),
 }
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from jitmoe.plan.formats import format_of
+
 
 @dataclass(frozen=True)
 class GpuSpec:
@@ -26,7 +28,7 @@ class GpuSpec:
 
     def tflops(self, format: str) -> float:
         """The sustained dense rate of a number format of `formats.FORMATS`."""
-        return self.bf16_tflops if format == "bf16" else self.fp8_tflops
+        return self.fp8_tflops if format_of(format).quantizes else self.bf16_tflops
 
     @property
     def compute_capability(self) -> tuple[int, int]:

@@ -29,11 +29,12 @@ SIZES = {
     "decode": tuple((num_stages, *more) for num_stages in (5, 4, 3) for more in _LOCAL),
     "prefill": ((4, 3, 0), (3, 3, 0), (3, 2, 0)),
 }
+# MXFP4's stages are half as large.
+MX_SIZES = tuple((num_stages, *more) for num_stages in range(9, 2, -1) for more in _LOCAL)
 
 # Rows beyond full tiles that an expert's last takes along in prefill, where a tile of their own
 # would read its weights again: 512 tokens of S1 and S3 -6 and -8 %, 2048 of S2 -4 %. 32 instead of
-# 16 are level (H200, 2026-11-30). Not with biases, nor where router weights multiply tokens before
-# the longest activation, for which there are no registers beside them.
+# 16 are level (H200, 2026-11-30). Not with biases, for which there are no registers beside them.
 EXTRA_TOKENS = 16
 
 
@@ -64,7 +65,11 @@ def floor(problem: MoeProblem, gpu: GpuSpec) -> Floor:
 
 
 def bucket(problem: MoeProblem) -> str:
-    """The bucket of a problem; the kernel depends on the token count through it alone."""
+    """The bucket of a problem; the kernel depends on the token count through it alone. Weights that
+    are expanded into registers have tokens as columns always, as decode does.
+    """
+    if format_of(problem.format).is_mx:
+        return "decode"
     return "decode" if problem.tokens_per_active_expert <= DECODE_TOKENS_PER_EXPERT else "prefill"
 
 
@@ -79,7 +84,8 @@ def choose(problem: MoeProblem, gpu: GpuSpec, **variant) -> MegaMoePlan:
             f"problem has gated {problem.gated}; change one of them"
         )
     name, has_bias = bucket(problem), variant.get("has_bias", False)
-    for num_stages, num_task_slots, num_local_pairs in SIZES[name]:
+    sizes = MX_SIZES if format_of(problem.format).is_mx else SIZES[name]
+    for num_stages, num_task_slots, num_local_pairs in sizes:
         plan = MegaMoePlan(
             arch=gpu.arch,
             bucket=name,
@@ -93,7 +99,7 @@ def choose(problem: MoeProblem, gpu: GpuSpec, **variant) -> MegaMoePlan:
             math_regs=224 if name == "prefill" else 160,
             unroll_k=_unroll_k(name, problem, has_bias),
             num_task_slots=num_task_slots,
-            extra_tokens=_extra_tokens(name, activation, variant),
+            extra_tokens=EXTRA_TOKENS if name == "prefill" and not has_bias else 0,
             format=problem.format,
             **variant,
         )
@@ -101,12 +107,6 @@ def choose(problem: MoeProblem, gpu: GpuSpec, **variant) -> MegaMoePlan:
             plan.check(gpu)
             return plan
     raise PlanError(f"no ring of 3 stages fits {gpu.smem_bytes:,} B of shared memory for {problem}")
-
-
-def _extra_tokens(name: str, activation: str, variant: dict) -> int:
-    has_long_one = activation == "gelu_erf_no_gate" and variant.get("weight_on_input", False)
-    has_room = not variant.get("has_bias", False) and not has_long_one
-    return EXTRA_TOKENS if name == "prefill" and has_room else 0
 
 
 def _unroll_k(name: str, problem: MoeProblem, has_bias: bool) -> int:

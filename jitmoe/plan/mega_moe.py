@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from jitmoe.plan import mega_moe_params, mega_moe_scratch, variant
+from jitmoe.plan import mega_moe_params, mega_moe_scratch, mega_moe_smem, variant
 from jitmoe.plan.formats import format_of
 from jitmoe.plan.gpu import KERNEL_ARCHS, GpuSpec
 from jitmoe.plan.memory_map import MemoryMap, Region, align, ceil_div
@@ -64,7 +64,24 @@ class MegaMoePlan(Plan):
 
     @property
     def block_k(self) -> int:
-        return self.block_k_bytes // format_of(self.format).element_bytes
+        """Channels of a k-block: 128 bytes of a token, or of MXFP4's 64 bytes of a weight row."""
+        form = format_of(self.format)
+        return 128 if form.is_mx else self.block_k_bytes // form.element_bytes
+
+    @property
+    def weight_k_bytes(self) -> int:
+        """Of a weight row in a k-block."""
+        return format_of(self.format).weight_bytes(self.block_k)
+
+    @property
+    def has_chunk_scales(self) -> bool:
+        """Whether weights are MXFP4, with a scale for a chunk of 32 codes."""
+        return format_of(self.format).is_mx
+
+    @property
+    def promotes(self) -> bool:
+        """Whether partial sums of a k-block are scaled, rather than accumulate_*.cuh's own."""
+        return self.quantizes and not self.has_chunk_scales
 
     @property
     def quantizes(self) -> bool:
@@ -131,6 +148,9 @@ class MegaMoePlan(Plan):
 
     @property
     def derived_constants(self) -> dict[str, int]:
+        weight_tile_bytes = self.block_rows * self.weight_k_bytes
+        token_k_bytes = self.block_k * format_of(self.format).element_bytes
+        scale_bytes = 4 * self.block_rows * self.has_chunk_scales
         return {
             "block_tokens": self.block_tokens,
             "tile_tokens": self.tile_tokens,
@@ -138,7 +158,10 @@ class MegaMoePlan(Plan):
             "block_k_bytes": self.block_k_bytes,
             "element_bytes": format_of(self.format).element_bytes,
             "quantizes": int(self.quantizes),
+            "promotes": int(self.promotes),
+            "has_block_scales": int(format_of(self.format).scales == "block"),
             "channel_scales": int(format_of(self.format).has_channel_scales),
+            "has_chunk_scales": int(self.has_chunk_scales),
             "max_blocks": self.max_blocks,
             "split_tokens": int(self.split_tokens),
             "num_gather_warps": 0 if self.split_tokens else self.num_gather_warps,
@@ -150,68 +173,18 @@ class MegaMoePlan(Plan):
             "mid_stride": align(self.intermediate, QUANT_GROUP),
             "row_align": self.row_align,
             "x_quant_scale_stride": align(self.num_k_blocks_1, 8),
-            "weight_tile_bytes": self.block_rows * self.block_k_bytes,
-            "token_tile_bytes": self.tile_tokens * self.block_k_bytes,
+            "weight_k_bytes": self.weight_k_bytes,
+            "weight_tile_bytes": weight_tile_bytes,
+            "weight_stage_bytes": weight_tile_bytes + scale_bytes,
+            "token_k_bytes": token_k_bytes,
+            "token_tile_bytes": self.tile_tokens * token_k_bytes,
             **variant.row_constants(self),
             **variant.function_constants(self.activation),
         } | ({"trace_capacity": self.trace_capacity} if self.trace else {})
 
     @cached_property
     def smem(self) -> MemoryMap:
-        stages, slots, tokens = self.num_stages, self.num_task_slots, self.tile_tokens
-        experts, math = self.num_experts, self.num_math_warps
-        feeder = "feed" if self.split_tokens else "gather"
-        to_roles, from_roles = (
-            f"schedule -> load, {feeder}, deliver, math",
-            f"load, {feeder}, deliver, math -> schedule",
-        )
-        weight_tile, token_tile = (n * self.block_k_bytes for n in (self.block_rows, tokens))
-        transpose = 2048 if self.split_tokens else 1024  # 16 rows of 128 bytes; 32 of 2 x 16
-        regions = [
-            Region("weight_tiles", "u8", (stages, weight_tile), 1024, "load -> math"),
-            Region("token_tiles", "u8", (stages, token_tile), 1024, f"{feeder} -> math"),
-            Region("token_scales", "f32", (stages, tokens), 128, f"{feeder} -> math"),
-            Region("weight_scales", "f32", (stages, 4), 16, f"{feeder} -> math"),
-            Region("transpose", "u8", (math, transpose), 128, "a math warp's own"),
-            Region("amax", "f32", (math, 64), 128, "math <-> math"),
-            Region("full", "u64", (stages,), 8, f"load, {feeder} -> math"),
-            Region("empty", "u64", (stages,), 8, f"math -> load, {feeder}"),
-            Region("preloaded", "u64", (stages,), 8, "head -> load"),
-            Region("task_full", "u64", (slots,), 8, to_roles),
-            Region("task_empty", "u64", (slots,), 8, from_roles),
-            Region("task_wanted", "u64", (slots,), 8, "load -> schedule"),
-            Region("stored", "u64", (slots,), 8, "math -> deliver"),
-            Region("is_last_part", "u32", (slots,), 4, "math -> deliver"),
-            Region("tasks", "u32", (slots, 8), 16, to_roles),
-            Region("task_rows", "u32", (slots, tokens), 16, to_roles),
-            Region("task_used", "u32", (slots, tokens), 16, "schedule -> deliver"),
-            Region("first", "u32", (3,), 16, "head -> load, schedule"),
-            Region("row_start", "u32", (experts + 1,), 4, "head -> load, schedule"),
-            Region("row_end", "u32", (experts,), 4, "head -> load, schedule"),
-            Region("block_start", "u32", (experts + 1,), 4, "head -> load, schedule"),
-        ]
-        if self.split_tokens:
-            regions += [
-                Region("list_full", "u64", (2,), 8, "deliver -> math"),
-                Region("list_size", "u32", (2,), 4, "deliver -> math"),
-                Region("list_tile", "u32", (2,), 4, "deliver -> math"),
-                Region("list_tokens", "u32", (2, tokens), 16, "deliver -> math"),
-                Region("list_used", "u32", (2, tokens), 16, "deliver -> math"),
-            ]
-        else:
-            rows_apart = 4 * self.num_gather_warps
-            regions += [
-                Region(
-                    "row_offsets", "u32", (rows_apart, tokens // rows_apart), 16, "gather's own"
-                ),
-                Region("local_rows", "u16", (self.num_local_pairs,), 4, "head -> schedule"),
-            ]
-        if self.has_bias:
-            regions.append(Region("bias", "u8", (slots, self.block_rows * 4), 128, "load -> math"))
-        if self.trace:
-            warps = self.num_threads // WARP_THREADS
-            regions.append(Region("trace_next", "u32", (warps,), 4, "a warp's own"))
-        return MemoryMap(tuple(regions))
+        return mega_moe_smem.smem(self)
 
     @property
     def row_align(self) -> int:
@@ -276,6 +249,10 @@ class MegaMoePlan(Plan):
             MoeProblem(0, self.hidden, self.intermediate, self.num_experts, self.top_k, self.format)
         except ValueError as error:
             raise PlanError(str(error)) from None
+        if self.split_tokens and self.has_chunk_scales:
+            raise PlanError(
+                f"{self.format} has the decode bucket alone, got prefill; its tokens are columns"
+            )
         if self.num_stages < 3:
             raise PlanError(f"the ring needs 3 stages for loads in flight, got {self.num_stages}")
         if self.num_task_slots < 2:

@@ -12,6 +12,7 @@ MAX_EXPERTS = 1_024
 MAX_TOP_K = 32
 MAX_HIDDEN = 16_384
 MAX_INTERMEDIATE = 32_768
+MX_GROUP = 32  # weights of a row that share a scale in MXFP4
 QUANT_GROUP = 128  # channels that share one activation scale; also the side of a weight scale block
 
 
@@ -20,8 +21,9 @@ class MoeProblem:
     """One mixture-of-experts layer call.
 
     num_tokens    rows of x (0 to 262,144)
-    hidden        columns of x, a multiple of 128 (bf16: of 16) up to 16,384
-    intermediate  channels of an expert between its two GEMMs, a multiple of 16 up to 32,768
+    hidden        columns of x, a multiple of 128 (bf16: of 16; mxfp4_bf16: of 32) up to 16,384
+    intermediate  channels of an expert between its two GEMMs, a multiple of 16 (MXFP4: of 32) up to
+                  32,768
     num_experts   experts held here, 1 to 1,024
     top_k         slots a token has, 1 to 32
     format        of the weights: one of formats.FORMATS
@@ -48,8 +50,9 @@ class MoeProblem:
         _check_range(
             "top_k", self.top_k, 1, MAX_TOP_K, "split the slots over two calls and add the results"
         )
-        _check_multiple("hidden", self.hidden, format_of(self.format).hidden_step, MAX_HIDDEN)
-        _check_multiple("intermediate", self.intermediate, 16, MAX_INTERMEDIATE)
+        form = format_of(self.format)
+        _check_multiple("hidden", self.hidden, form.hidden_step, MAX_HIDDEN)
+        _check_multiple("intermediate", self.intermediate, form.intermediate_step, MAX_INTERMEDIATE)
         if not isinstance(self.gated, bool):
             raise TypeError(f"gated must be True or False, got {self.gated!r}; pass a bool")
         for field in fields(self):  # a NumPy integer would overflow in the products below
@@ -78,14 +81,20 @@ class MoeProblem:
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of one expert's weights and f32 scales."""
+        """Bytes of one expert's weights and scales."""
         blocks = _blocks(self.w13_rows) * _blocks(self.hidden)
         blocks += _blocks(self.hidden) * _blocks(self.intermediate)
         channels = self.w13_rows + self.hidden
-        num_scales = {None: 0, "block": blocks, "channel": channels, "tensor": 2}
         form = format_of(self.format)
         weights = self.hidden * (self.w13_rows + self.intermediate)
-        return form.element_bytes * weights + 4 * num_scales[form.scales]
+        scale_bytes = {
+            None: 0,
+            "block": 4 * blocks,
+            "channel": 4 * channels,
+            "tensor": 8,
+            "mx": weights // MX_GROUP,
+        }
+        return form.weight_bytes(weights) + scale_bytes[form.scales]
 
     @property
     def activation_bytes(self) -> int:

@@ -72,10 +72,12 @@ def weight_strides(
 ) -> dict[str, int]:
     """Parameters of the kernel, by name and in their order, in units of the strides of two arrays
     of scales of a kind: from expert to expert, from one block of rows or channel to the next, and
-    from gate to up, unless they are of blocks. Zeros where the kind is None.
+    from gate to up, unless they are of blocks. Zeros where the kind is None, or "mx", whose scales
+    are packed.
     """
     names = ["w13_scale_expert", "w2_scale_expert", "w13_scale_row", "w2_scale_row"]
-    s13, s2 = ((0, 0), (0, 0)) if kind is None else (w13_scale.strides, w2_scale.strides)
+    packed = kind in (None, "mx")
+    s13, s2 = ((0, 0), (0, 0)) if packed else (w13_scale.strides, w2_scale.strides)
     if kind == "tensor":
         rows = 0, 0, s13[1] if tuple(w13_scale.shape[1:2]) == (2,) else 0
     elif kind == "channel":

@@ -12,8 +12,8 @@ TENSOR_MAP_BYTES = 128
 def encode_u8_map(ptr: int, dims: list[int], strides: list[int], box: list[int]) -> bytes:
     """A map over bytes: innermost dimension first, `strides` in bytes for all but the innermost.
 
-    The box lands with the 128-byte swizzle; out of bounds is zero. 128-byte L2 promotion: it
-    streamed weights 2 to 3 % faster than 256 (H200, 2026-11-29). Raises DriverError.
+    The box lands with the swizzle of its width, 64 or 128 bytes; out of bounds is zero. 128-byte L2
+    promotion: it streamed weights 2 to 3 % faster than 256 (H200, 2026-11-29). Raises DriverError.
     """
     module = driver()
     tensor_map = call(
@@ -26,7 +26,7 @@ def encode_u8_map(ptr: int, dims: list[int], strides: list[int], box: list[int])
         [module.cuuint32_t(b) for b in box],
         [module.cuuint32_t(1)] * len(dims),
         module.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        module.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        getattr(module.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{box[0]}B"),
         module.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
         module.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )

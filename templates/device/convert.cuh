@@ -17,6 +17,13 @@ DEVICE u32 pack_bf16(float low, float high) {
 DEVICE float bf16_low(u32 packed) { return __uint_as_float(packed << 16); }
 DEVICE float bf16_high(u32 packed) { return __uint_as_float(packed & 0xffff0000u); }
 
+// Two products of two, each rounded to nearest even; subnormals are numbers (PTX ISA, mul.bf16x2).
+DEVICE u32 multiply_bf16x2(u32 x, u32 y) {
+    u32 z;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+    return z;
+}
+
 DEVICE float exp2_approx(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -22,8 +22,8 @@ DEVICE void forget_value(u32& value) { asm volatile("" : "+r"(value)); }
 DEVICE u32 thread_idx() { return threadIdx.x; }
 DEVICE u32 lane_idx() {
     u32 thread = threadIdx.x;
-#ifdef TRACED
-    forget_value(thread);  // else one register holds the lane for all roles: beside stamps there is none
+#ifdef REGISTERS_ARE_SCARCE
+    forget_value(thread);  // else one register holds the lane for all roles
 #endif
     return thread % kWarpThreads;
 }

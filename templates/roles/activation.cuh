@@ -9,6 +9,17 @@ DEVICE float gelu_tanh(float x) { return x * sigmoid(x * fmaf(0.07135481627f, x 
 
 DEVICE float gelu_erf(float x) { return 0.5f * x * (1.0f + erff(0.70710678119f * x)); }
 
+// The same without the registers of erff, for twice as many channels: x less |x| times the tail of the normal
+// distribution beyond |x|, which M. Abramowitz and I. Stegun, 26.2.17, have within 8e-8.
+DEVICE float gelu_erf_short(float x) {
+    const float t = reciprocal_approx(fmaf(0.2316419f, fabsf(x), 1.0f));
+    float sum = fmaf(t, 0.5307027145f, -0.7265760135f);
+    sum = fmaf(t, sum, 0.7107068705f);
+    sum = fmaf(t, sum, -0.142248368f);
+    sum = fmaf(t, sum, 0.127414796f);
+    return fmaf(-fabsf(x), t * sum * exp2_approx(-0.72134752044f * x * x), max_or_nan(x, 0.0f));
+}
+
 DEVICE float relu2(float x) {
     const float positive = max_or_nan(x, 0.0f);
     return positive * positive;
@@ -44,8 +55,7 @@ DEVICE float activate(const Params& p, float first, float second, float weight) 
     } else if constexpr (kActivation == kActivationGeluTanhNoGate) {
         return gelu_tanh(first);
     } else {
-        const float half = 0.5f * first;
-        return fmaf(half, erff(0.70710678119f * first), half);  // gelu_erf, which spills here
+        return gelu_erf_short(first);
     }
 }
 

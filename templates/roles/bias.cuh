@@ -24,7 +24,7 @@ DEVICE void load_bias(const Params& p, Smem& smem, const Task& task, u32 slot, u
 DEVICE void expect_weights(const Params& p, Smem& smem, const Task& task, u32 slot, u32 k, u64* full) {
     const bool is_first = k == task.k_begin;
     const u32 bytes = num_bias_runs(task) * bias_run(task) * u32(p.bias_bytes);
-    arrive_expect_bytes(full, kWeightTileBytes + (is_first ? bytes : 0));
+    arrive_expect_bytes(full, kWeightStageBytes + (is_first ? bytes : 0));
     if (is_first) load_bias(p, smem, task, slot, full);
 }
 

@@ -82,9 +82,12 @@ DEVICE void store_mid_rows(const Params& p, Smem& smem, const Task& task, const 
                 }
             }
         }
-        if constexpr (kQuantizes) store_group<N>(p, smem, task, share, weights, group, amax, sums);
+        if constexpr (kQuantizes) {
+            store_group<N>(p, smem, task, share, weights, group, amax, sums);
+        } else {
+            store_mid_bf16<N>(p, smem, task, share, weights, group, sums);
+        }
     }
-    if constexpr (!kQuantizes) store_mid_bf16(p, smem, task, share, weights, sums);
 }
 
 template <u32 N>

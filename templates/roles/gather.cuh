@@ -4,7 +4,7 @@
 
 constexpr u32 kGatherThreads = kNumGatherWarps * kWarpThreads;
 constexpr u32 kFeedArrivals = kGatherThreads;  // at a full stage
-constexpr u32 kXTailBytes = kHidden * kElementBytes % kBlockKBytes;
+constexpr u32 kXTailBytes = kHidden * kElementBytes % kTokenKBytes;
 
 // What this lane copies of every k-block of a task, with all that does not depend on k worked out: one 16-byte chunk of
 // each of kRows rows, the scales of kScales tokens, and one of the tile's weight scales. Offsets of the rows, in
@@ -43,7 +43,7 @@ DEVICE Copies find_copies(const Params& p, Smem& smem, const Task& task, u32 slo
         scale_row_stride = quantizes_x(p) ? kXQuantScaleStride : p.x_scale_token_stride;
         c.scale_group_stride = quantizes_x(p) ? 1 : u32(p.x_scale_group_stride);
     }
-    if constexpr (kQuantizes) c.weight_scale = weight_scale(p, task, min_of(lane, 2u));
+    if constexpr (kHasBlockScales) c.weight_scale = weight_scale(p, task, min_of(lane, 2u));
     // Row i of the task: its token in x for GEMM 1, consecutive rows of mid for GEMM 2.
     const auto source_row = [&](u32 i) { return gemm_2 ? i : smem.task_rows[slot][i] / kTopK; };
     const u32 first_row = warp * 4 + lane / 8, chunk = lane % 8;
@@ -68,22 +68,25 @@ DEVICE Copies find_copies(const Params& p, Smem& smem, const Task& task, u32 slo
 // Start the copies of k-block k.
 DEVICE void copy_k_block(Smem& smem, const Copies& c, u32 stage, u32 k) {
     const u32 warp = warp_idx() - kGatherWarpBegin, lane = lane_idx();
-    u8* tile = smem.token_tiles[stage] + c.target;
-    const u8* column = c.rows + k * kBlockKBytes;
-    if constexpr (kXTailBytes != 0) {
-        // What lies past the end meets zeros, which TMA fills weights up with: any channels of the row will do.
-        if (k == c.ragged_k && lane % 8 * 16 >= kXTailBytes) column = c.rows - lane % 8 * 16;
-    }
     const uint4* offsets = reinterpret_cast<const uint4*>(smem.row_offsets[warp * 4 + lane / 8]);
 #pragma unroll
-    for (u32 first = 0; first < Copies::kRows; first += 4) {
-        if (first >= c.num_rows) break;
-        const uint4 four = offsets[first / 4];
-        const u32 ahead[4] = {four.x, four.y, four.z, four.w};
+    for (u32 begin = 0; begin < kTokenKBytes; begin += kBlockKBytes) {
+        u8* tile = smem.token_tiles[stage] + begin * kTileTokens + c.target;
+        const u8* column = c.rows + k * kTokenKBytes + begin;
+        if constexpr (kXTailBytes != 0) {
+            // What lies past the end meets zeros, which TMA fills weights up with: any channels of the row will do.
+            if (k == c.ragged_k && begin + lane % 8 * 16 + 1 > kXTailBytes) column = c.rows - lane % 8 * 16;
+        }
 #pragma unroll
-        for (u32 i = 0; i < 4; ++i) {
-            const u32 row = first + i;
-            if (row < c.num_rows) copy_16_async(tile + row * Copies::kRowsApart * 128, column + u64(ahead[i]) * 16);
+        for (u32 first = 0; first < Copies::kRows; first += 4) {
+            if (first >= c.num_rows) break;
+            const uint4 four = offsets[first / 4];
+            const u32 ahead[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+            for (u32 i = 0; i < 4; ++i) {
+                const u32 row = first + i;
+                if (row < c.num_rows) copy_16_async(tile + row * Copies::kRowsApart * 128, column + u64(ahead[i]) * 16);
+            }
         }
     }
     if constexpr (kQuantizes) {
@@ -93,7 +96,7 @@ DEVICE void copy_k_block(Smem& smem, const Copies& c, u32 stage, u32 k) {
         for (u32 i = 0; i < Copies::kScales; ++i) {
             if (c.scales[i] != nullptr) copy_4_async(scale + i * kGatherThreads, c.scales[i] + group);
         }
-        if (!kChannelScales && warp == 0 && lane < 3)
+        if (kHasBlockScales && warp == 0 && lane < 3)
             copy_4_async(&smem.weight_scales[stage][lane], c.weight_scale + k);
     }
     arrive_after_copies(&smem.full[stage]);  // pairs with role_math: multiply

@@ -2,20 +2,30 @@
 // layout: the 5-D map of w13 lands gate and up alternating in groups of 8 rows, straight from [gate; up]. Without a
 // gate it is 3-D, as that of w2.
 
+// Scales of 32 codes (mxfp4.cuh): those of a tile and k-block lie together.
+DEVICE void load_chunk_scales(const Params& p, Smem& smem, const Task& task, u32 k, u32 stage, u64* full) {
+    const bool gemm_1 = task.phase == kGemm1;
+    const u32 tile = task.expert * (gemm_1 ? kNumTiles1 : kNumTiles2) + task.tile;
+    const float* scales = gemm_1 ? p.w13_scale : p.w2_scale;  // of 4 bytes too
+    load_bulk(smem.weight_scales[stage], scales + (u64(tile) * (gemm_1 ? kNumKBlocks1 : kNumKBlocks2) + k) * kBlockRows,
+              kBlockRows * sizeof(u32), full);
+}
+
 // Of k-block k into `stage`, with the first the biases of the task in `slot`. One lane.
 DEVICE void load_weights(const Params& p, Smem& smem, const Task& task, u32 slot, u32 k, u32 stage, u64* full) {
     expect_weights(p, smem, task, slot, k, full);
+    if constexpr (kHasChunkScales) load_chunk_scales(p, smem, task, k, stage, full);
     void* tile = smem.weight_tiles[stage];
     if (kGated && task.phase == kGemm1) {
-        load_tile_5d(tile, &p.w13_map, full, k * kBlockKBytes, 0, 0, task.tile * (kBlockRows / 16), task.expert);
+        load_tile_5d(tile, &p.w13_map, full, k * kWeightKBytes, 0, 0, task.tile * (kBlockRows / 16), task.expert);
     } else {
         const TensorMap* map = kGated || task.phase == kGemm2 ? &p.w2_map : &p.w13_map;
-        load_tile_3d(tile, map, full, k * kBlockKBytes, task.tile * kBlockRows, task.expert);
+        load_tile_3d(tile, map, full, k * kWeightKBytes, task.tile * kBlockRows, task.expert);
     }
 }
 
 // What is in flight delays every other access to memory by its size over the bandwidth.
-constexpr u32 kPreloaded = 3;
+constexpr u32 kPreloaded = min_of(3 * 32768 / kWeightTileBytes, kNumStages);
 
 // The first tiles of the CTA's first task into the ring, on barriers of their own: the head does it as soon as it knows
 // the experts' blocks. Of GEMM 1 alone: a task of GEMM 2 may have to let an orphan go first. One lane.

@@ -1,5 +1,5 @@
 // The math warpgroups: partial sums of 128-deep k-blocks on the tensor cores, promoted to fp32 with the scales of their
-// tokens and weights (two-level accumulation), or the whole sums (accumulate.cuh); then the epilogue of the phase.
+// tokens and weights (two-level accumulation), or the whole sums (accumulate_*.cuh); then the epilogue of the phase.
 
 // Where the warpgroup reads in a stage: all that the main loop needs.
 struct Operands {
@@ -216,7 +216,7 @@ DEVICE void run_tile(const Params& p, Smem& smem, const Head& head, Ring<kNumSta
     // Ahead of the loop, so that the event begins with a multiply.
     if constexpr (kTrace) wait_for_stage(p, smem, ring);
     trace_begin(p, kEventMma, task.phase);
-    if constexpr (kQuantizes) {
+    if constexpr (kPromotes) {
         constexpr u32 kUnroll = kHasExtra ? 1 : kUnrollK;  // no registers for more
 #pragma unroll 1
         for (; k >= kUnroll; k -= kUnroll) multiply<kUnroll>(p, smem, ring, at, sums);

@@ -49,19 +49,17 @@ DEVICE void store_mid_bf16(const Params& p, Smem& smem, const Task& task, const 
     }
 }
 
-// Tokens as rows. Two chunks of 64 columns, or without a gate one, hold 64 channels of the warp's 16 tokens: 128 bytes
-// of each.
+// Tokens as rows, a group of 128 channels of the tile. Two chunks of 64 columns, or without a gate one, hold 64
+// channels of the warp's 16 tokens: 128 bytes of each.
 template <u32 N>
 DEVICE void store_mid_bf16(const Params& p, Smem& smem, const Task& task, const Share& share,
-                           const RouterWeights<N, true>& weights, const float (&sums)[kShareBlocks<true>][N / 2]) {
+                           const RouterWeights<N, true>& weights, u32 tile_group,
+                           const float (&sums)[kShareBlocks<true>][N / 2]) {
     const u32 lane = lane_idx();
     const float factors[2] = {mid_factor(p, weights.of[0]), mid_factor(p, weights.of[1])};
     u8* buffer = smem.transpose[share.group * 4 + share.warp];
 #pragma unroll
-    for (u32 first = 0; first < kTileChannels; first += 64) {
-        if constexpr (!kGated) {
-            if (!has_group(task, first / 128)) break;
-        }
+    for (u32 first = tile_group * 128; first < tile_group * 128 + 128; first += 64) {
         // Matrix (group, half) is 8 tokens by 8 channels.
 #pragma unroll
         for (u32 group = 0; group < 8; group += 2) {

@@ -9,7 +9,7 @@ from jitmoe import ExpertWeights, fp8, mega_moe, reference, trace, workspace_byt
 from jitmoe.emulate.compile import NoHostCompiler, build, compiler
 from jitmoe.emulate.mega_moe import EmulatedLayer
 from jitmoe.jit.render import render
-from jitmoe.plan.formats import FORMATS
+from jitmoe.plan.formats import FORMATS, format_of
 from jitmoe.plan.gpu import GPUS
 from jitmoe.plan.heuristics import plans_of_model
 from jitmoe.plan.problem import MoeProblem
@@ -27,6 +27,10 @@ EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 4, 256, 272, 2
 KINDS = ("relu2_no_gate", "silu_no_gate", "gelu_tanh_no_gate", "gelu_erf_no_gate")
 TOKENS = [5, 20, 150]
 KERNELS = ["fp8_block", "fp8_channel", "bf16"]  # fp8_tensor has that of channels
+
+
+def has_f32(scale):
+    return scale is not None and scale.dtype == np.float32
 
 
 class Case:
@@ -47,7 +51,7 @@ class Case:
         layer = reference.random_layer(*sizes, seed=1, format=format, gated=False)
         rng = np.random.default_rng(0)
         apart = [
-            s if s is None else s * rng.uniform(0.5, 2, s.shape).astype(np.float32)
+            s * rng.uniform(0.5, 2, s.shape).astype(np.float32) if has_f32(s) else s
             for s in (layer.w13_scale, layer.w2_scale)
         ]
         self.layer = layer._replace(w13_scale=apart[0], w2_scale=apart[1])
@@ -56,13 +60,19 @@ class Case:
         biases = random_biases(*sizes, seed=3, gated=False) if has_bias else (None, None)
         self.biases = dict(zip(("w13_bias", "w2_bias"), biases, strict=True))
         codes = layer.w13, layer.w2, *apart
-        self.weights = ExpertWeights(*codes, **self.biases)
+        said = {"format": format} if format_of(format).is_mx else {}
+        self.weights = ExpertWeights(*codes, **said, **self.biases)
+        self.format = format
         assert (self.weights.format, self.weights.gated) == (format, False)
 
     def oracle(self, **variant):
         x, ids, router = self.given
         return reference.mega_moe(
-            *(x, None, ids, router, *self.layer), requantize=True, **self.biases, **variant
+            *(x, None, ids, router, *self.layer),
+            requantize=True,
+            format=self.format,
+            **self.biases,
+            **variant,
         )
 
     def check(self, batch_invariant=False, **variant):
@@ -92,7 +102,8 @@ class Case:
     [*((format, KINDS[0]) for format in FORMATS), *(("fp8_block", kind) for kind in KINDS[1:])],
 )
 def test_kinds(kind, format, num_tokens):
-    case = Case(num_tokens, format)
+    intermediate = 288 if format_of(format).is_mx else INTERMEDIATE
+    case = Case(num_tokens, format, intermediate=intermediate)
     y = case.check(activation=kind, routed_scaling_factor=2.5)
     for other in set(KINDS) - {kind, *KINDS[2:]}:  # two gelus are close
         ref = case.oracle(activation=other, routed_scaling_factor=2.5)

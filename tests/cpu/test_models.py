@@ -262,7 +262,7 @@ def test_activations_of_a_config_that_are_refused(changes, message, tmp_path):
     [
         ({"num_experts": 0}, "describes no mixture of experts: it sets none of n_routed_experts, "),
         ({"num_experts_per_tok": None}, "must set the model's top_k, under one of num_experts_per"),
-        ({"hidden_size": None}, "set the model's hidden, under one of moe_latent_size, hidden_size, "),
+        ({"hidden_size": None}, "the model's hidden, under one of moe_latent_size, hidden_si"),
         ({"moe_intermediate_size": [768, 384]}, "the same in every layer, got .768, 384."),
         ({"hidden_size": "2048"}, "hidden must be a positive integer, got '2048'"),
         ({"num_experts_per_tok": 8.5}, "top_k must be a positive integer, got 8.5"),

@@ -73,6 +73,7 @@ void store_matrices(void* row, const u32* matrices, u32 count, bool transposed);
 void wgmma_fence();
 void wgmma(float* d, u32 n, bool accumulate, u64 a, u64 b);
 void wgmma_bf16(float* d, u32 n, u64 a, u64 b);
+void wgmma_registers(float* d, u32 n, bool accumulate, bool is_bf16, const u32* a, u64 b);
 void wgmma_commit();
 void wgmma_wait(u32 num_newest);
 

@@ -217,7 +217,8 @@ static const u8* find_chunk(const TileCopy& copy, u32 row, u32 column, u32& num)
     return source + at;
 }
 
-// Rows `begin` .. `end` of the box. "128-byte swizzle: bits 4..6 of the shared address are XORed with bits 7..9."
+// Rows `begin` .. `end` of the box. "128-byte swizzle: bits 4..6 of the shared address are XORed with bits 7..9; 64-byte
+// swizzle: bits 4..5 with bits 7..8." It is as wide as the box.
 // "Elements out of bounds are zero, and count."
 static void copy_rows(const TileCopy& copy, u32 begin, u32 end) {
     const EmulatedMap& map = copy.map;
@@ -228,10 +229,10 @@ static void copy_rows(const TileCopy& copy, u32 begin, u32 end) {
             u32 num;
             const u8* source = find_chunk(copy, row, column, num);
             const u32 linear = copy.tile + row * map.box[0] + column;
-            u8* chunk = shared + ((linear ^ ((linear >> 7 & 7) << 4)) - kSharedBase);
+            u8* chunk = shared + ((linear ^ ((linear >> 7 & (map.box[0] / 16 - 1)) << 4)) - kSharedBase);
             std::memcpy(chunk, source, num);
             std::memset(chunk + num, 0, 16 - num);
-            if (copy.garbage[row * 8 + column / 16]) std::memset(chunk, 0xff, 16);
+            if (copy.garbage[(row * map.box[0] + column) / 16]) std::memset(chunk, 0xff, 16);
         }
     }
     complete_bytes(copy.block, copy.barrier, (end - begin) * map.box[0], copy.agent, --*copy.parts == 0);
@@ -274,14 +275,15 @@ static void start_copy(TileCopy copy, u32 rows, const void* at) {
     u8* tile = machine.blocks[copy.block].shared + (copy.tile - kSharedBase);
     machine.counters.tile_bytes += rows * 128;
     copy.agent = begin_bulk_copy();
-    check_async_access(copy.agent, tile, rows * 128, Access::kWrite, kAsyncSharedView, at);
-    copy.garbage.resize(rows * 8);
-    for (u32 chunk = 0; machine.checked && chunk < rows * 8; ++chunk) {
+    const u32 width = copy.map.box[0];
+    check_async_access(copy.agent, tile, rows * width, Access::kWrite, kAsyncSharedView, at);
+    copy.garbage.resize(rows * width / 16);
+    for (u32 chunk = 0; machine.checked && chunk < rows * width / 16; ++chunk) {
         u32 num;
-        const u8* source = find_chunk(copy, chunk / 8, chunk % 8 * 16, num);
+        const u8* source = find_chunk(copy, chunk * 16 / width, chunk * 16 % width, num);
         copy.garbage[chunk] = num && !check_async_access(copy.agent, source, num, Access::kRead, kAsyncGlobalView, at);
     }
-    std::memset(tile, 0xff, rows * 128);  // poison until the bytes land
+    std::memset(tile, 0xff, rows * width);  // poison until the bytes land
     const u32 parts = rows % 4 == 0 ? 1u << machine.random.below(3) : 1;
     copy.parts = std::make_shared<u32>(parts);
     for (u32 part = 0; part < parts; ++part) {
@@ -296,12 +298,13 @@ static void load_tile_to(void* tile, const void* map, u64* full, u32 rank, const
     std::memcpy(&copy.map, map, sizeof copy.map);
     if (copy.map.magic != kMapMagic) fail("the tensor map is damaged");
     if (copy.map.rank != rank) fail("a copy of rank %u through a tensor map of rank %u", rank, copy.map.rank);
-    if (copy.map.box[0] != 128) fail("the 128-byte swizzle wants boxes of 128 bytes, got %u", copy.map.box[0]);
+    const u32 width = copy.map.box[0];
+    if (width != 128 && width != 64) fail("a swizzle is as wide as its box: 64 or 128 bytes, got %u", width);
     u32 rows = 1;
     for (u32 d = 1; d < rank; ++d) rows *= copy.map.box[d];
     std::memcpy(copy.coords, coords, rank * sizeof(int));
     if (coords[0] % 16 != 0) fail("a tensor copy at byte %d of a row: not a multiple of 16", coords[0]);
-    check_shared(tile, rows * 128, 128, "tensor copy");
+    check_shared(tile, rows * width, 128, "tensor copy");
     check_shared(full, 8, 8, "the mbarrier of a tensor copy");
     copy.tile = shared_address(tile);
     copy.barrier = shared_address(full);

@@ -19,6 +19,8 @@ struct Operation {
     u32 n = 0;
     bool accumulate = false, is_bf16 = false;
     u64 a = 0, b = 0;
+    const u32* registers[kWarpLanes] = {};  // of A, if it is not in shared memory
+    bool a_is_in_registers = false;
     u32 num_lanes = 0;  // that have issued it
     float* d[kWarpLanes] = {};
     bool is_chained = false;  // continues on accumulators in flight
@@ -84,12 +86,21 @@ struct Operands {
     u8 a[kRows][kDepth], b[kDepth][kMaxN];
 };
 
+// "Thread t of a warp holds bytes 4 (t % 4) .. + 3 of row t / 4 in register 0, of row t / 4 + 8 in 1, and 16 bytes
+// further on in 2 and 3." Read as late as the hardware may.
+static u8 register_byte(const Operation& operation, u32 row, u32 k) {
+    const u32 lane = row % 8 * 4 + k % 16 / 4;
+    return u8(operation.registers[lane][row / 8 + k / 16 * 2] >> k % 4 * 8);
+}
+
 static const Operands& load_operands(const WgmmaStream& stream, const Operation& operation) {
     static Operands operands;
     const Block& block = machine.blocks[stream.block];
     for (u32 k = 0; k < kDepth; ++k) {
         for (u32 r = 0; r < kRows; ++r) {
-            operands.a[r][k] = operand_chunk(block, operation.a, stream.warp % 4 * kRows + r, k / 16)[k % 16];
+            operands.a[r][k] = operation.a_is_in_registers
+                                   ? register_byte(operation, r, k)
+                                   : operand_chunk(block, operation.a, stream.warp % 4 * kRows + r, k / 16)[k % 16];
         }
         for (u32 column = 0; column < operation.n; ++column) {
             operands.b[k][column] = operand_chunk(block, operation.b, column, k / 16)[k % 16];
@@ -211,7 +222,7 @@ static Operation& issue(const Operation& wanted) {
     if (idx == s.operations.size()) s.operations.push_back(wanted);
     Operation& o = s.operations[idx];
     if (o.is_commit != wanted.is_commit || o.n != wanted.n || o.accumulate != wanted.accumulate || o.a != wanted.a ||
-        o.b != wanted.b || o.is_bf16 != wanted.is_bf16) {
+        o.b != wanted.b || o.is_bf16 != wanted.is_bf16 || o.a_is_in_registers != wanted.a_is_in_registers) {
         fail("wgmma: lanes of a warp issue different operations");
     }
     o.num_lanes += 1;
@@ -239,7 +250,7 @@ static void check_operands(const Operation& o, const void* at) {
     const Fiber* self = machine.current;
     const AsyncAgent& agent = stream().agent;
     for (u32 half = 0; half < 2; ++half) {
-        for (u32 r = 0; r < kRows; ++r) {
+        for (u32 r = 0; r < kRows && !o.a_is_in_registers; ++r) {
             const u8* chunk = operand_chunk(machine.block(), o.a, self->warp() % 4 * kRows + r, half);
             check_async_access(agent, chunk, 16, Access::kRead, kAsyncSharedView, at);
         }
@@ -255,16 +266,19 @@ void wgmma_fence() {
     machine.current->wgmma_fenced = true;
 }
 
-static void start_multiply(float* d, u32 n, bool accumulate, bool is_bf16, u64 a, u64 b, const void* at) {
+// A is at descriptor `a`, or in this lane's `registers`.
+static void start_multiply(float* d, u32 n, bool accumulate, bool is_bf16, u64 a, const u32* registers, u64 b,
+                           const void* at) {
     maybe_switch();
     Fiber* self = machine.current;
-    check_descriptor(a, 64, "A");
+    if (!registers) check_descriptor(a, 64, "A");
     check_descriptor(b, n, "B");
     Operation wanted;
     wanted.n = n;
     wanted.accumulate = accumulate;
     wanted.is_bf16 = is_bf16;
     wanted.a = a;
+    wanted.a_is_in_registers = registers != nullptr;
     wanted.b = b;
     Operation& o = issue(wanted);
     if (o.num_lanes == 1) {
@@ -286,19 +300,26 @@ static void start_multiply(float* d, u32 n, bool accumulate, bool is_bf16, u64 a
         fail("wgmma: lanes disagree on which accumulators are in flight");
     }
     o.d[self->lane()] = d;
-    if (chained) return;
+    o.registers[self->lane()] = registers;
+    if (chained && !registers) return;
     if (!self->wgmma_fenced) fail("wgmma on registers that were used since the last wgmma.fence");
-    for (u32 i = 0; i < n / 2; ++i) {
+    for (u32 i = 0; i < n / 2 && !chained; ++i) {
         if (accumulate) element(*o.accumulators, self->lane(), i) = d[i];
         d[i] = __builtin_nanf("");
     }
 }
 
 void wgmma(float* d, u32 n, bool accumulate, u64 a, u64 b) {
-    start_multiply(d, n, accumulate, false, a, b, __builtin_return_address(0));
+    start_multiply(d, n, accumulate, false, a, nullptr, b, __builtin_return_address(0));
 }
 
-void wgmma_bf16(float* d, u32 n, u64 a, u64 b) { start_multiply(d, n, true, true, a, b, __builtin_return_address(0)); }
+void wgmma_bf16(float* d, u32 n, u64 a, u64 b) {
+    start_multiply(d, n, true, true, a, nullptr, b, __builtin_return_address(0));
+}
+
+void wgmma_registers(float* d, u32 n, bool accumulate, bool is_bf16, const u32* a, u64 b) {
+    start_multiply(d, n, accumulate, is_bf16, 0, a, b, __builtin_return_address(0));
+}
 
 void wgmma_commit() {
     maybe_switch();

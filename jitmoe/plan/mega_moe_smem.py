@@ -1,0 +1,72 @@
+"""Shared memory of a block of the fused layer's kernel."""
+
+from __future__ import annotations
+
+from jitmoe.plan.memory_map import MemoryMap, Region
+from jitmoe.plan.plan import WARP_THREADS
+
+
+def smem(plan) -> MemoryMap:
+    """Regions of a MegaMoePlan, in the order they lie in; notes say who signals whom."""
+    stages, slots, tokens = plan.num_stages, plan.num_task_slots, plan.tile_tokens
+    experts, math = plan.num_experts, plan.num_math_warps
+    feeder = "feed" if plan.split_tokens else "gather"
+    to_roles, from_roles = (
+        f"schedule -> load, {feeder}, deliver, math",
+        f"load, {feeder}, deliver, math -> schedule",
+    )
+    weight_tile, token_tile = (
+        plan.derived_constants[f"{name}_tile_bytes"] for name in ("weight", "token")
+    )
+    weight_scales = ("u32", plan.block_rows) if plan.has_chunk_scales else ("f32", 4)
+    scales_by = "load" if plan.has_chunk_scales else feeder
+    transpose = 2048 if plan.split_tokens else 1024  # 16 rows of 128 bytes; 32 of 2 x 16
+    regions = [
+        Region("weight_tiles", "u8", (stages, weight_tile), 1024, "load -> math"),
+        Region("token_tiles", "u8", (stages, token_tile), 1024, f"{feeder} -> math"),
+        Region("token_scales", "f32", (stages, tokens), 128, f"{feeder} -> math"),
+        Region(
+            "weight_scales",
+            weight_scales[0],
+            (stages, weight_scales[1]),
+            16,
+            f"{scales_by} -> math",
+        ),
+        Region("transpose", "u8", (math, transpose), 128, "a math warp's own"),
+        Region("amax", "f32", (math, 64), 128, "math <-> math"),
+        Region("full", "u64", (stages,), 8, f"load, {feeder} -> math"),
+        Region("empty", "u64", (stages,), 8, f"math -> load, {feeder}"),
+        Region("preloaded", "u64", (stages,), 8, "head -> load"),
+        Region("task_full", "u64", (slots,), 8, to_roles),
+        Region("task_empty", "u64", (slots,), 8, from_roles),
+        Region("task_wanted", "u64", (slots,), 8, "load -> schedule"),
+        Region("stored", "u64", (slots,), 8, "math -> deliver"),
+        Region("is_last_part", "u32", (slots,), 4, "math -> deliver"),
+        Region("tasks", "u32", (slots, 8), 16, to_roles),
+        Region("task_rows", "u32", (slots, tokens), 16, to_roles),
+        Region("task_used", "u32", (slots, tokens), 16, "schedule -> deliver"),
+        Region("first", "u32", (3,), 16, "head -> load, schedule"),
+        Region("row_start", "u32", (experts + 1,), 4, "head -> load, schedule"),
+        Region("row_end", "u32", (experts,), 4, "head -> load, schedule"),
+        Region("block_start", "u32", (experts + 1,), 4, "head -> load, schedule"),
+    ]
+    if plan.split_tokens:
+        regions += [
+            Region("list_full", "u64", (2,), 8, "deliver -> math"),
+            Region("list_size", "u32", (2,), 4, "deliver -> math"),
+            Region("list_tile", "u32", (2,), 4, "deliver -> math"),
+            Region("list_tokens", "u32", (2, tokens), 16, "deliver -> math"),
+            Region("list_used", "u32", (2, tokens), 16, "deliver -> math"),
+        ]
+    else:
+        rows_apart = 4 * plan.num_gather_warps
+        regions += [
+            Region("row_offsets", "u32", (rows_apart, tokens // rows_apart), 16, "gather's own"),
+            Region("local_rows", "u16", (plan.num_local_pairs,), 4, "head -> schedule"),
+        ]
+    if plan.has_bias:
+        regions.append(Region("bias", "u8", (slots, plan.block_rows * 4), 128, "load -> math"))
+    if plan.trace:
+        warps = plan.num_threads // WARP_THREADS
+        regions.append(Region("trace_next", "u32", (warps,), 4, "a warp's own"))
+    return MemoryMap(tuple(regions))

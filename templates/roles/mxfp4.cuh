@@ -1,0 +1,30 @@
+// MXFP4 weights: e2m1 codes, two a byte, the first in the low half, and a scale in e8m0, 2^(byte - 127), for 32 along a
+// row (OCP Microscaling Formats 1.0). They stay so in shared memory: math warps expand the codes of their rows into
+// registers, the tensor cores' first operand, so tokens are always columns.
+
+static_assert(!kSplitTokens && kWeightKBytes == 64, "a k-block is 128 codes of a row, tokens are its columns");
+
+constexpr u32 kChunks = kWeightKBytes / 16;  // of 32 codes
+
+// This lane's rows of a tile: 16w + t/4 of each block of 64, and that + 8. TMA's 64-byte swizzle lands 16-byte chunk c
+// of row r at chunk c ^ (r / 2 % 4), which is the same for all of them.
+struct PackedRows {
+    const u8* first;  // in stage 0
+    u32 swizzle;      // to be XORed with 16 * chunk
+
+    DEVICE const u8* chunk(u32 stage, u32 m, u32 half, u32 c) const {
+        return first + stage * kWeightTileBytes + (m * 64 + half * 8) * kWeightKBytes + (c * 16 ^ swizzle);
+    }
+};
+
+DEVICE PackedRows find_packed_rows(const Smem& smem, u32 first_row) {
+    const u32 row = first_row + warp_idx() % 4 * 16 + lane_idx() / 4;
+    return {smem.weight_tiles[0] + row * kWeightKBytes, row / 2 % 4 * 16};
+}
+
+// Words of four scales, of the chunks of a k-block: of both rows in the first block of 64, then in the second. Packed
+// so on the host (jitmoe/mx_scales.py).
+DEVICE uint4 chunk_scales(const Smem& smem, u32 stage, u32 first_row) {
+    const u32 warp = first_row / 32 + warp_idx() % 4;
+    return *reinterpret_cast<const uint4*>(smem.weight_scales[stage] + (warp * 8 + lane_idx() / 4) * 4);
+}
