@@ -85,7 +85,7 @@ DEVICE void store_mid_rows(const Params& p, Smem& smem, const Task& task, const 
         if constexpr (kQuantizes) {
             store_group<N>(p, smem, task, share, weights, group, amax, sums);
         } else {
-            store_mid_bf16<N>(p, smem, task, share, weights, group, sums);
+            store_mid_bf16(p, smem, task, share, weights, group, sums);
         }
     }
 }
