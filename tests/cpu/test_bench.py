@@ -328,7 +328,7 @@ def test_layers_without_a_gate(args, monkeypatch):
 
 def test_weights_without_a_gate(cupy, monkeypatch):
     cupy.cuda.runtime = SimpleNamespace(memGetInfo=lambda: (0, 0))
-    monkeypatch.setattr(measure, "ExpertWeights", lambda *given: given)
+    monkeypatch.setattr(measure, "ExpertWeights", lambda *given, **_: given)
     for gated, rows in ((True, 2 * 144), (False, 144)):
         _, codes = measure.weight_sets(replace(SMALL, gated=gated))
         assert codes.w13.shape == (4, rows, 256)
