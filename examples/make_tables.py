@@ -179,6 +179,8 @@ def models_table(rows: list[dict]) -> str:
     """Tokens a second by model and phase, a column for each implementation of the experts."""
     points: dict[tuple, dict] = {}
     for row in rows:
+        if "failed" in row:  # a model that could not be built
+            continue
         point = tuple(row[name] for name in ("model", "format", "phase", "size"))
         points.setdefault(point, {})[row["experts"]] = row
     texts = []

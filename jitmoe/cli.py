@@ -33,6 +33,7 @@ from jitmoe.cli_layer import (
     Model,
     TopK,
     WeightOnInput,
+    check_is_plain,
     layer_shape,
     layer_variant,
     title,
@@ -139,9 +140,9 @@ def plan(
     experts: Experts = None,
     top_k: TopK = None,
     ep: Ep = 1,
-    format: Format = "fp8_block",
+    format: Format = None,
     activation: Activation = None,
-    gate_up: GateUp = "gate_first",
+    gate_up: GateUp = None,
     weight_on_input: WeightOnInput = False,
     bias: Bias = False,
     tokens: TokenCount = 32,
@@ -154,10 +155,11 @@ def plan(
     shape = layer_shape(model, config, hidden, intermediate, experts, top_k, activation)
     fields = layer_variant(shape, gate_up, weight_on_input, bias).plan_fields
     report = plan_report(shape.problem(tokens, ep, format), _spec(gpu), **fields)
+    note = shape.note if report["problem"]["format"] == shape.format else ""
     if as_json:
-        typer.echo(json.dumps({"layer": title(shape, ep), **report}, indent=2))
+        typer.echo(json.dumps({"layer": title(shape, ep), "note": note, **report}, indent=2))
     else:
-        print_plan(_console(), title(shape, ep), report)
+        print_plan(_console(), title(shape, ep), report, note)
 
 
 @app.command()
@@ -169,9 +171,9 @@ def show(
     experts: Experts = None,
     top_k: TopK = None,
     ep: Ep = 1,
-    format: Format = "fp8_block",
+    format: Format = None,
     activation: Activation = None,
-    gate_up: GateUp = "gate_first",
+    gate_up: GateUp = None,
     weight_on_input: WeightOnInput = False,
     bias: Bias = False,
     tokens: TokenCount = 32,
@@ -202,9 +204,9 @@ def warmup(
     experts: Experts = None,
     top_k: TopK = None,
     ep: Ep = 1,
-    format: Format = "fp8_block",
+    format: Format = None,
     activation: Activation = None,
-    gate_up: GateUp = "gate_first",
+    gate_up: GateUp = None,
     weight_on_input: WeightOnInput = False,
     bias: Bias = False,
     arch: Annotated[str, typer.Option(help="Architecture to build for.")] = "sm_90a",
@@ -235,7 +237,7 @@ def doctor() -> None:
 def demo(
     model: Model = None,
     ep: Annotated[int | None, typer.Option(help="Ranks that share the experts.")] = None,
-    format: Format = "fp8_block",
+    format: Format = None,
     activation: Activation = None,
     tokens: Annotated[
         list[int] | None, typer.Option(min=1, help="Tokens of a call; may be given several times.")
@@ -246,8 +248,11 @@ def demo(
     from jitmoe.demo import demo as run_demo
 
     shape = layer_shape(model or "deepseek-v3", *[None] * 5, activation)
+    check_is_plain(shape, "demo")
     default_ep = 8 if model is None else 1
-    if not run_demo(_console(), shape, ep or default_ep, tokens or None, jobs, format):
+    if not run_demo(
+        _console(), shape, ep or default_ep, tokens or None, jobs, format or shape.format
+    ):
         raise typer.Exit(1)
 
 

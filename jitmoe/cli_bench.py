@@ -23,6 +23,7 @@ from jitmoe.cli_layer import (
     Json,
     Model,
     TopK,
+    check_is_plain,
     layer_shape,
     title,
 )
@@ -36,7 +37,7 @@ def bench(
     experts: Experts = None,
     top_k: TopK = None,
     ep: Ep = 1,
-    format: Format = "fp8_block",
+    format: Format = None,
     activation: Activation = None,
     shapes: Annotated[
         str | None, typer.Option(help="Of S1,S2,S3,S4; all of them unless a layer is named.")
@@ -78,11 +79,12 @@ def bench(
         raise ValueError("name the layer in one way: --shapes, or --model, --config or sizes")
     if is_named:
         shape = layer_shape(model, config, *sizes, activation)
+        check_is_plain(shape, "bench")
         layers = {title(shape, ep): shape.problem(0, ep, format)}
         points = Points(layers, token_counts(tokens), routing, shape.activation)
     else:
-        kind = Kind(activation or "swiglu")
-        layers = named_shapes(",".join(SHAPES) if shapes is None else shapes, format, kind.gated)
+        names, kind = ",".join(SHAPES) if shapes is None else shapes, Kind(activation or "swiglu")
+        layers = named_shapes(names, format or "fp8_block", kind.gated)
         points = Points(layers, token_counts(tokens), routing, kind)
     heats = ("cool",) * cool + ("hot",) * hot
     if not heats:

@@ -41,9 +41,9 @@ def emulate(
     experts: Experts = None,
     top_k: TopK = None,
     ep: Ep = 1,
-    format: Format = "fp8_block",
+    format: Format = None,
     activation: Activation = None,
-    gate_up: GateUp = "gate_first",
+    gate_up: GateUp = None,
     weight_on_input: WeightOnInput = False,
     bias: Bias = False,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of the call.")] = 40,
@@ -94,8 +94,9 @@ def emulate(
         typer.echo(
             f"{title(shape, ep)}: {tokens:,} tokens, hidden {shape.hidden:,}, intermediate "
             f"{shape.intermediate:,}, {problem.num_experts} experts, top_k {shape.top_k}; "
-            f"{format}, {kind}{', up first' * plan.up_first}{', interleaved' * plan.interleaved}"
-            f"{', biases' * bias}{', router weights on tokens' * weight_on_input}, "
+            f"{problem.format}, {kind}"
+            f"{', up first' * plan.up_first}{', interleaved' * plan.interleaved}"
+            f"{', biases' * plan.has_bias}{', router weights on tokens' * weight_on_input}, "
             f"{plan.bucket} kernel, {blocks} block{'s' * (blocks > 1)}, "
             f"{routing} routing{', checked' * checked}"
         )
@@ -109,9 +110,7 @@ def emulate(
 
     last = outcomes[-1]
     call = {"ep": ep, "tokens": tokens, "routing": routing, "blocks": blocks, "seed": last.seed}
-    call["activation"] = activation
-    call["format"] = None if format == "fp8_block" else format
-    call["gate_up"] = None if gate_up == "gate_first" else gate_up
+    call |= {"activation": activation, "format": format, "gate_up": gate_up}
     flags = ["--checked"] * checked + ["--weight-on-input"] * weight_on_input + ["--bias"] * bias
     replay = None if last.is_right else _command(layer | call, flags)
     if as_json:
@@ -119,9 +118,9 @@ def emulate(
             "layer": title(shape, ep),
             "problem": asdict(problem),
             "activation": kind,
-            "gate_up": gate_up,
+            "gate_up": variant.gate_up,
             "weight_on_input": weight_on_input,
-            "bias": bias,
+            "bias": variant.has_bias,
             "bucket": plan.bucket,
             "routing": routing,
             "num_blocks": blocks,

@@ -26,18 +26,22 @@ Activation = Annotated[
     ),
 ]
 Format = Annotated[
-    str,
+    str | None,
     typer.Option(
-        help="Of the weights: fp8_block, fp8_channel, fp8_tensor, bf16, mxfp4_fp8 or mxfp4_bf16."
+        help="Of the weights: fp8_block, fp8_channel, fp8_tensor, bf16, mxfp4_fp8 or mxfp4_bf16; "
+        "default: the model's, or fp8_block."
     ),
 ]
 GateUp = Annotated[
-    str, typer.Option(help="Order of rows in w13: gate_first, up_first or interleaved.")
+    str | None,
+    typer.Option(
+        help="Order of rows in w13: gate_first, up_first or interleaved; default: the model's."
+    ),
 ]
 WeightOnInput = Annotated[
     bool, typer.Option("--weight-on-input", help="Router weights multiply tokens, not sums.")
 ]
-Bias = Annotated[bool, typer.Option("--bias", help="Experts have biases.")]
+Bias = Annotated[bool, typer.Option("--bias", help="Experts have biases; a model brings them.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -73,16 +77,25 @@ def _shape(model, config, hidden, intermediate, experts, top_k):
     return models.ModelShape("layer", hidden, intermediate, experts, top_k, "command line")
 
 
-def layer_variant(shape, gate_up: str, weight_on_input: bool, bias: bool):
-    """The Variant that the options name, with the activation of the shape."""
+def layer_variant(shape, gate_up: str | None, weight_on_input: bool, bias: bool):
+    """The Variant that the options name, and the shape's where they name none."""
     from jitmoe.plan import variant
 
     return variant.Variant(
         shape.activation,
         apply_router_weight_on_input=weight_on_input,
-        gate_up=gate_up,
-        has_bias=bias,
+        gate_up=shape.gate_up if gate_up is None else gate_up,
+        has_bias=bias or shape.has_bias,
     )
+
+
+def check_is_plain(shape, command: str) -> None:
+    """Raises ValueError for a layer that `command` makes no random weights of."""
+    if shape.has_bias or shape.gate_up != "gate_first":
+        raise ValueError(
+            f"{command} makes weights without biases and with gate rows first, got {shape.name}; "
+            "take plan, show, warmup or emulate, or name the layer by its sizes"
+        )
 
 
 def title(shape, ep: int) -> str:

@@ -19,6 +19,7 @@ from jitmoe.cli_layer import (
     Json,
     Model,
     TopK,
+    check_is_plain,
     layer_shape,
     title,
 )
@@ -74,6 +75,7 @@ def trace(
     if takes_small:
         layer, ep = {"model": None, "config": None} | SMALL_LAYER, 1
     shape = layer_shape(**layer, activation=activation)
+    check_is_plain(shape, "trace")
     traced = _run(shape.problem(tokens, ep), shape.activation, routing, emulated)
     traced.to_perfetto(out)
     if png is not None:

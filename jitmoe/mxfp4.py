@@ -19,9 +19,9 @@ _MIDDLES = (_MAGNITUDES[1:] + _MAGNITUDES[:-1]) / 2
 _MAX_EXPONENT = 2  # of 6.0
 # Words of the scales of a k-block's four groups, in the order of math's threads: see pack_scales.
 _TILE_ROWS, _K_GROUPS = 256, 4
-# What the kernels can multiply by: with fp8 tokens any that is no NaN; with bf16 ones weights must
-# stay normal numbers (templates/roles/accumulate_mxfp4_bf16.cuh).
-MAX_SCALE_CODES = {"mxfp4_fp8": 254, "mxfp4_bf16": 127 + 60}
+# What packed codes are larger by: kernels expand weights to numbers that are 2^-6 and 2^-126 as large
+# (templates/roles/accumulate_mxfp4_*.cuh).
+_SCALE_OFFSETS = {"mxfp4_fp8": 6, "mxfp4_bf16": 66}
 
 
 def quantize_mxfp4(w, xp=np):
@@ -81,15 +81,16 @@ def pack_scales(scales, format: str, gate_up: str | None, xp=np):
     Raises ValueError for a scale that the kernel cannot multiply by, NaN among them.
     """
     num_experts, rows, groups = scales.shape
-    largest = int(scales.max())
-    if largest > MAX_SCALE_CODES[format]:
+    offset = _SCALE_OFFSETS[format]
+    largest, allowed = int(scales.max()), 254 - offset
+    if largest > allowed:
         raise ValueError(
-            f"scales of {format} must be up to 2^{MAX_SCALE_CODES[format] - 127}, got e8m0 code "
-            f"{largest}; 255 is NaN: look for what wrote it"
+            f"scales of {format} must be up to 2^{allowed - 127}, got e8m0 code {largest}; 255 is "
+            "NaN: look for what wrote it"
         )
     k_blocks = ceil_div(groups, _K_GROUPS)
     words = xp.zeros((num_experts, rows, k_blocks * _K_GROUPS), xp.uint8)
-    words[..., :groups] = scales
+    words[..., :groups] = scales + xp.uint8(offset)
     words = words.view(xp.uint32)
     if gate_up is None:  # rows 16w + i and + 8 of blocks of 64, of which a warpgroup has two
         words = words[:, :, None]

@@ -26,10 +26,10 @@ def gpu_of_arch(arch: str) -> GpuSpec:
 
 
 def model_plans(
-    shape: ModelShape, ep: int, arch: str, format: str = "fp8_block", **variant
+    shape: ModelShape, ep: int, arch: str, format: str | None = None, **variant
 ) -> list[MegaMoePlan]:
     """Every kernel one rank of the model can need at any token count; `variant` is as in
-    `heuristics.choose`.
+    `heuristics.choose`, and weights are in the model's format unless another is named.
     """
     problem = shape.problem(1, ep, format)
     return list(plans_of_model(problem, gpu_of_arch(arch), **variant).values())

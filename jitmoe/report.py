@@ -63,8 +63,8 @@ def limits(format: str = "fp8_block") -> dict[str, str]:
     }
 
 
-def print_plan(console: Console, title: str, report: dict) -> None:
-    """The report as text."""
+def print_plan(console: Console, title: str, report: dict, note: str = "") -> None:
+    """The report as text, with a model's note."""
     layer, gpu = report["problem"], report["gpu"]
     low, high = report["bucket_tokens"]
     facts = {
@@ -85,6 +85,8 @@ def print_plan(console: Console, title: str, report: dict) -> None:
         f"math {report['floor_math_us']:.1f} us at {report['tflops']:,.0f} TFLOP/s; "
         f"rates {'measured' if gpu['measured'] else 'scaled from the data sheet'})",
     }
+    if note:
+        facts = {"layer": facts.pop("layer"), "note": note} | facts
     for name, text in facts.items():
         _print_row(console, name, f"{name:<14} {text}")
     _print_table(console, report["roles"])

@@ -11,7 +11,7 @@ import torch
 
 from jitmoe import Activation, ExpertWeights
 from jitmoe import mega_moe as launch
-from jitmoe.integrations.torch_memory import Memory, host
+from jitmoe.integrations.torch_memory import Memory, host, host_weights
 
 MAX_LAYERS = 1024  # remembered; then the one not called for longest is read again
 
@@ -200,7 +200,7 @@ def _run(
     if w13_bias is not None or w2_bias is not None:
         weights += (w13_bias, w2_bias)
     if backend == "emulated":
-        read, weights = host, _wrap(host, weights, gate_up)
+        read, weights = host, _wrap(host_weights, weights, gate_up)
     elif backend == "cuda":
         read, weights = _as_is, _known_weights(gate_up, *map(_place, weights))
     else:

@@ -62,3 +62,12 @@ def host(tensor: torch.Tensor | None, name: str):
         return tensor.numpy()
     bits = torch.uint8 if tensor.element_size() == 1 else torch.uint16
     return tensor.view(bits).numpy().view(kind)
+
+
+def host_weights(tensor: torch.Tensor | None, name: str):
+    """As `host`, but of a copy where a tensor begins between multiples of 16 bytes, as those of a
+    checkpoint mapped from its file do.
+    """
+    if tensor is not None and tensor.device.type == "cpu" and tensor.data_ptr() % 16:
+        tensor = tensor.clone()
+    return host(tensor, name)

@@ -59,7 +59,7 @@ def smem(plan) -> MemoryMap:
             Region("list_used", "u32", (2, tokens), 16, "deliver -> math"),
         ]
     else:
-        rows_apart = 4 * plan.num_gather_warps
+        rows_apart = (8 if plan.has_chunk_scales else 4) * plan.num_gather_warps
         regions += [
             Region("row_offsets", "u32", (rows_apart, tokens // rows_apart), 16, "gather's own"),
             Region("local_rows", "u16", (plan.num_local_pairs,), 4, "head -> schedule"),

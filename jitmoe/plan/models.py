@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from jitmoe.plan.problem import MoeProblem
-from jitmoe.plan.variant import Activation
+from jitmoe.plan.variant import Activation, Variant
 
 # Names of a field in the configurations of the various families; the first that is set wins. A
 # plain "top_k" is not among them: in a config.json it is the sampling parameter of generation.
@@ -67,13 +67,16 @@ ACTIVATION_REFUSED = {
     "swiglu_limits": "limits after the activation, layer by layer",
 }
 GPT_OSS_ALPHA = 1.702  # which its first configurations leave to the code
-
-# Models that are asked for and have no kernel, and what is missing.
-MISSING = dict.fromkeys(
-    ("gpt-oss-20b", "gpt-oss-120b"),
-    "has experts in MXFP4; kernels take FP8 and bf16, so bring them into bf16 and name the layer: "
-    "--hidden 2880 --format bf16 --bias --gate-up interleaved --activation swiglu_oai",
-)
+# What else the code of a model_type knows of its layers.
+LAYERS = {
+    "gpt_oss": {
+        "format": "bf16",
+        "gate_up": "interleaved",
+        "has_bias": True,
+        "note": "checkpoints are in MXFP4 (--format mxfp4_bf16); this is the layer of one "
+        "dequantised to bf16",
+    }
+}
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,10 @@ class ModelShape:
     top_k         experts a token is routed to
     source        where the numbers were read
     activation    an Activation, or the name of a kind
+    format        of the weights, unless a call names another
+    gate_up, has_bias
+                  as in `Variant`
+    note          what to know of it in that format, in a sentence
 
     A model's routed_scaling_factor is no part of it: transformers multiplies it into the router
     weights (DeepSeek-V3 and V4, GLM-4.5), which a call then brings along. Engines that leave it to
@@ -101,6 +108,10 @@ class ModelShape:
     top_k: int
     source: str
     activation: Activation | str = Activation()
+    format: str = "fp8_block"
+    gate_up: str = "gate_first"
+    has_bias: bool = False
+    note: str = ""
 
     def __post_init__(self):
         object.__setattr__(self, "activation", Activation.of(self.activation))
@@ -114,7 +125,12 @@ class ModelShape:
                 f"got {self.top_k}"
             )
 
-    def problem(self, num_tokens: int, ep: int = 1, format: str = "fp8_block") -> MoeProblem:
+    @property
+    def variant(self) -> Variant:
+        """Of its calls."""
+        return Variant(self.activation, gate_up=self.gate_up, has_bias=self.has_bias)
+
+    def problem(self, num_tokens: int, ep: int = 1, format: str | None = None) -> MoeProblem:
         """The call of one rank out of `ep` that share the experts evenly (expert parallelism).
 
         A rank holds num_experts / ep experts and top_k stays: with ep ranks each sending
@@ -123,8 +139,8 @@ class ModelShape:
         It hits slightly more experts than true routing when tokens are few: 8 instead of 7.2 of
         32 for DeepSeek-V3, ep=8 and one token a rank.
 
-        `format` is of the weights. Raises ValueError if ep does not divide num_experts, or for
-        what `MoeProblem` refuses.
+        `format` is of the weights (default: the model's). Raises ValueError if ep does not divide
+        num_experts, or for what `MoeProblem` refuses.
         """
         if not isinstance(ep, int) or ep < 1 or self.num_experts % ep:
             raise ValueError(
@@ -132,7 +148,7 @@ class ModelShape:
                 "choose a number of ranks that shares them evenly"
             )
         sizes = num_tokens, self.hidden, self.intermediate, self.num_experts // ep, self.top_k
-        return MoeProblem(*sizes, format, self.activation.gated)
+        return MoeProblem(*sizes, format or self.format, self.activation.gated)
 
 
 @cache
@@ -150,15 +166,12 @@ def __getattr__(name: str):
 def model_shape(name: str) -> ModelShape:
     """The shape called `name`, a key of `MODELS`; case and a leading organisation/ are ignored.
 
-    Raises ValueError for an unknown name, listing the known ones and the close matches, and for a
-    model that there is no kernel for.
+    Raises ValueError for an unknown name, listing the known ones and the close matches.
     """
     models = _load()
     key = name.lower().rpartition("/")[2]
     if key in models:
         return models[key]
-    if key in MISSING:
-        raise ValueError(f"{key} {MISSING[key]}")
     close = difflib.get_close_matches(key, models, n=3)
     hint = f"did you mean {' or '.join(close)}?" if close else "give the path of a config.json"
     raise ValueError(f"model must be one of {', '.join(models)}, got {name!r}; {hint}")
@@ -187,7 +200,9 @@ def from_config(path: str | Path) -> ModelShape:
         )
     name = config.get("model_type") or path.resolve().parent.name
     fields = {field: _read(experts, field, path) for field in CONFIG_KEYS}
-    return ModelShape(str(name), **fields, source=str(path), activation=_activation(experts, path))
+    known = LAYERS.get(experts.get("model_type"), {})
+    activation = _activation(experts, path)
+    return ModelShape(str(name), **fields, source=str(path), activation=activation, **known)
 
 
 def _find_experts(config: dict) -> dict | None:

@@ -87,6 +87,14 @@ DEVICE void copy_4_async(void* shared, const void* global) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global) : "memory");
 }
 
+// Copies of this thread since the last commit are a group; and until all but the newest kNewest groups have landed.
+DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <u32 kNewest>
+DEVICE void wait_for_copy_groups() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kNewest) : "memory");
+}
+
 // Until all copies of this thread so far have landed. For other threads a barrier must follow.
 DEVICE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 

@@ -50,6 +50,14 @@ DEVICE void copy_16_async(void* shared, const void* global) { emu::copy_async(sh
 
 DEVICE void copy_4_async(void* shared, const void* global) { emu::copy_async(shared, global, 4); }
 
+// Copies of this thread since the last commit are a group; and until all but the newest kNewest groups have landed.
+DEVICE void commit_copies() { emu::commit_copies(); }
+
+template <u32 kNewest>
+DEVICE void wait_for_copy_groups() {
+    emu::wait_for_copy_groups(kNewest);
+}
+
 // Until all copies of this thread so far have landed. For other threads a barrier must follow.
 DEVICE void wait_for_copies() { emu::wait_for_copies(); }
 

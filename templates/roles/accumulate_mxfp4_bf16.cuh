@@ -1,40 +1,38 @@
 // The main loop of MXFP4 weights and bf16 tokens. A code times its scale is a bf16 number, so the tensor cores add up
 // the whole tile in its sums.
 
-// The exponent and mantissa bits of e2m1 at bit 6 are a bf16 number 2^-126 as large, subnormals too. What multiplies it
-// beside the scale leaves the weights 2^-60 as large, so that both stay normal for scales up to 2^60.
-constexpr u32 kScaleOffset = 126 - 60;
+// The exponent and mantissa bits of e2m1 at bit 6 are a bf16 number 2^-126 as large, subnormals too. Packed scales are
+// 2^66 as large, so that they and the weights stay normal, and the sums make up for the rest.
 constexpr float kWeightUnit = 1152921504606846976.0f;  // 2^60
 
-// Two codes, byte `lane % 4` of the word, as bf16 numbers. `selector` takes that byte of both words to bytes 1 and 3.
-DEVICE u32 expand_codes(u32 word, u32 selector, u32 scale) {
-    const u32 two = permute_bytes(word << 4, word, selector);
-    return multiply_bf16x2((two & 0x80008000u) | (two >> 6 & 0x01c001c0u), scale);
+// Codes kFirst and kFirst + 4 of a word, times `scale`.
+template <u32 kFirst>
+DEVICE u32 expand_codes(u32 codes, u32 scale) {
+    const u32 signs = codes << (12 - 4 * kFirst) & 0x80008000u;
+    const u32 rest = (kFirst < 2 ? codes << (6 - 4 * kFirst) : codes >> (4 * kFirst - 6)) & 0x01c001c0u;
+    return multiply_bf16x2(signs | rest, scale);
 }
 
-// Scale number c of a word as a pair of bf16, but for kWeightUnit.
-DEVICE u32 scale_of_chunk(u32 scales, u32 c) { return ((scales >> 8 * c & 0xff) + kScaleOffset) * 0x00800080u; }
+// Scale number c of a word as a pair of bf16.
+DEVICE u32 scale_of_chunk(u32 scales, u32 c) { return (scales >> 8 * c & 0xff) * 0x00800080u; }
 
 constexpr u32 kGroup = 2;  // chunks whose multiplies are waited for together
 
-// Chunks first .. of both rows: 16 bytes, of which the lane takes one of every four.
-DEVICE void load_group(const PackedRows& packed, u32 stage, u32 m, u32 first, uint4 (&words)[kGroup][2]) {
+// Chunks first .. of both rows of block m.
+DEVICE void load_group(const PackedRows& packed, u32 stage, u32 m, u32 first, u32 (&words)[kGroup][2]) {
 #pragma unroll
-    for (u32 i = 0; i < kGroup * 2; ++i) {
-        words[i / 2][i % 2] = *reinterpret_cast<const uint4*>(packed.chunk(stage, m, i % 2, first + i / 2));
-    }
+    for (u32 i = 0; i < kGroup * 2; ++i) words[i / 2][i % 2] = packed.codes(stage, m, i % 2, first + i / 2);
 }
 
-// The operands of two multiplies a chunk: 32 codes along k of two rows.
-DEVICE void expand_group(const uint4 (&words)[kGroup][2], const u32 (&scales)[2], u32 first, u32 (&a)[kGroup][2][4]) {
-    const u32 lane = lane_idx() % 4, selector = lane * 0x1111u + 0x4000u;
+// The operands of two multiplies a chunk.
+DEVICE void expand_group(const u32 (&words)[kGroup][2], const u32 (&scales)[2], u32 first, u32 (&a)[kGroup][2][4]) {
 #pragma unroll
     for (u32 i = 0; i < kGroup * 2; ++i) {
         const u32 c = i / 2, half = i % 2, scale = scale_of_chunk(scales[half], first + c);
-        a[c][0][half] = expand_codes(words[c][half].x, selector, scale);
-        a[c][0][half + 2] = expand_codes(words[c][half].y, selector, scale);
-        a[c][1][half] = expand_codes(words[c][half].z, selector, scale);
-        a[c][1][half + 2] = expand_codes(words[c][half].w, selector, scale);
+        a[c][0][half] = expand_codes<0>(words[c][half], scale);
+        a[c][0][half + 2] = expand_codes<1>(words[c][half], scale);
+        a[c][1][half] = expand_codes<2>(words[c][half], scale);
+        a[c][1][half + 2] = expand_codes<3>(words[c][half], scale);
     }
 #pragma unroll
     for (u32 i = 0; i < kGroup * 2; ++i) hold_operands(a[i / 2][i % 2]);
@@ -50,7 +48,7 @@ DEVICE void accumulate(const Params& p, Smem& smem, Ring<kNumStages>& ring, cons
 #pragma unroll 1
     for (u32 k = 0; k < num; ++k, ring.advance()) {
         u32 codes[2][kGroup][2][4];
-        uint4 words[kGroup][2];
+        u32 words[kGroup][2];
         wait_in_flight(p, &smem.full[ring.stage], ring.stage, ring.parity());
         fence_async_shared();  // cp.async wrote the token rows in the generic proxy
         load_group(packed, ring.stage, 0, 0, words);

@@ -1,21 +1,12 @@
 // The main loop of MXFP4 weights and e4m3 tokens. A multiply is 32 deep, as a weight's scale reaches: its partial sums
 // times the scales of the two rows are added up over the k-block, and that times the tokens' scales to the sums.
 
-// The exponent and mantissa bits of e2m1, two places up, are an e4m3 number 2^-6 as large, subnormals too.
-constexpr float kCodeUnit = 64.0f;
-
-// Eight codes of a row, four along k in each register.
-DEVICE void expand_codes(u32 codes, u32& low, u32& high) {
-    const u32 even = (codes << 4 & 0x80808080u) | (codes << 2 & 0x1c1c1c1cu);
-    const u32 odd = (codes & 0x80808080u) | (codes >> 2 & 0x1c1c1c1cu);
-    low = permute_bytes(even, odd, 0x5140);
-    high = permute_bytes(even, odd, 0x7362);
-}
-
-// Four codes from 4(t%4) on in the chunk, and four 16 further on.
-DEVICE u32 load_codes(const u8* chunk) {
-    const u16* two = reinterpret_cast<const u16*>(chunk) + lane_idx() % 4;
-    return permute_bytes(two[0], two[4], 0x5410);
+// Eight codes of a row: the even ones for the first 16 channels of a multiply, the odd ones for the others. The exponent
+// and mantissa bits of e2m1, two places up, are an e4m3 number 2^-6 as large, subnormals too; packed scales make up for
+// it.
+DEVICE void expand_codes(u32 codes, u32& even, u32& odd) {
+    even = (codes << 4 & 0x80808080u) | (codes << 2 & 0x1c1c1c1cu);
+    odd = (codes & 0x80808080u) | (codes >> 2 & 0x1c1c1c1cu);
 }
 
 // Scale number c of a word.
@@ -35,8 +26,8 @@ DEVICE void load_group(const PackedRows& packed, u32 stage, u32 first, u32 (&wor
 #pragma unroll
     for (u32 i = 0; i < kNum; ++i) {
         const u32 m = (first + i) / kChunks, c = (first + i) % kChunks;
-        words[i][0] = load_codes(packed.chunk(stage, m, 0, c));
-        words[i][1] = load_codes(packed.chunk(stage, m, 1, c));
+        words[i][0] = packed.codes(stage, m, 0, c);
+        words[i][1] = packed.codes(stage, m, 1, c);
     }
 }
 
@@ -115,10 +106,5 @@ DEVICE void accumulate(const Params& p, Smem& smem, Ring<kNumStages>& ring, cons
         }
         sync_warp();
         if (lane_idx() == 0) arrive(&smem.empty[ring.stage]);  // pairs with role_load and role_gather
-    }
-#pragma unroll
-    for (u32 m = 0; m < AllSums::kBlocks; ++m) {
-#pragma unroll
-        for (float& sum : sums.own[m]) sum *= kCodeUnit;
     }
 }

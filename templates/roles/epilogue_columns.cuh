@@ -118,8 +118,8 @@ DEVICE void store_mid_columns(const Params& p, Smem& smem, const Task& task, con
             for (u32 i = 0; i < 2; ++i) {
                 const u32 selector = i == 0 ? 0x6420 : 0x7531;
                 if (token + i >= share.num_tokens) continue;
-                *reinterpret_cast<uint2*>(mid + u64(token + i) * kMidStride + channel) =
-                    make_uint2(permute_bytes(v.x, v.y, selector), permute_bytes(v.z, v.w, selector));
+                store_channels(mid + u64(token + i) * kMidStride, channel,
+                               make_uint2(permute_bytes(v.x, v.y, selector), permute_bytes(v.z, v.w, selector)));
             }
         }
     }

@@ -6,17 +6,19 @@ constexpr u32 kGatherThreads = kNumGatherWarps * kWarpThreads;
 constexpr u32 kFeedArrivals = kGatherThreads;  // at a full stage
 constexpr u32 kXTailBytes = kHidden * kElementBytes % kTokenKBytes;
 
-// What this lane copies of every k-block of a task, with all that does not depend on k worked out: one 16-byte chunk of
+// What this lane copies of every k-block of a task, with all that does not depend on k worked out: kOrderedBytes of
 // each of kRows rows, the scales of kScales tokens, and one of the tile's weight scales. Offsets of the rows, in
 // 16-byte units, are in Smem::row_offsets, a lane's together: sixteen registers would be too many beside the math
 // warps' 224.
+constexpr u32 kLanesARow = kTokenKBytes / kOrderedBytes;
+
 struct Copies {
-    static constexpr u32 kRowsApart = 4 * kNumGatherWarps;  // 8 lanes a row
+    static constexpr u32 kRowsApart = kGatherThreads / kLanesARow;
     static constexpr u32 kRows = kBlockTokens / kRowsApart;
     static constexpr u32 kScales = kBlockTokens / kGatherThreads;
     const u8* rows;
     u32 num_rows;                  // of this lane that exist
-    u32 target;                    // of the first, in a stage's tile; the others follow kRowsApart rows apart
+    u32 target;  // of the first's first chunk, in a stage's tile; others follow kRowsApart rows apart, its chunks by XOR
     const float* scales[kScales];  // null where the token does not exist
     u32 scale_group_stride;
     const float* weight_scale;
@@ -46,12 +48,13 @@ DEVICE Copies find_copies(const Params& p, Smem& smem, const Task& task, u32 slo
     if constexpr (kHasBlockScales) c.weight_scale = weight_scale(p, task, min_of(lane, 2u));
     // Row i of the task: its token in x for GEMM 1, consecutive rows of mid for GEMM 2.
     const auto source_row = [&](u32 i) { return gemm_2 ? i : smem.task_rows[slot][i] / kTopK; };
-    const u32 first_row = warp * 4 + lane / 8, chunk = lane % 8;
-    c.rows += chunk * 16;
-    c.target = swizzle_128(first_row, chunk);
+    const u32 first_row = (warp * kWarpThreads + lane) / kLanesARow, piece = lane % kLanesARow;
+    const u32 in_row = piece * kOrderedBytes;  // 128 bytes of all rows, then the next
+    c.rows += in_row;
+    c.target = in_row / kBlockKBytes * (kTileTokens * kBlockKBytes) + swizzle_128(first_row, in_row % kBlockKBytes / 16);
     c.num_rows = task.num_rows > first_row ? ceil_div(task.num_rows - first_row, Copies::kRowsApart) : 0;
     sync_warp();  // all lanes are done with the offsets of the task before
-    for (u32 i = chunk; i < c.num_rows; i += 8) {
+    for (u32 i = piece; i < c.num_rows; i += kLanesARow) {
         const u32 row = first_row + i * Copies::kRowsApart;
         smem.row_offsets[first_row][i] = u32(u64(source_row(row)) * row_stride / 16);
     }
@@ -68,24 +71,27 @@ DEVICE Copies find_copies(const Params& p, Smem& smem, const Task& task, u32 slo
 // Start the copies of k-block k.
 DEVICE void copy_k_block(Smem& smem, const Copies& c, u32 stage, u32 k) {
     const u32 warp = warp_idx() - kGatherWarpBegin, lane = lane_idx();
-    const uint4* offsets = reinterpret_cast<const uint4*>(smem.row_offsets[warp * 4 + lane / 8]);
+    const u32 first_row = (warp * kWarpThreads + lane) / kLanesARow, in_row = lane % kLanesARow * kOrderedBytes;
+    u8* tile = smem.token_tiles[stage];
+    const u8* column = c.rows + k * kTokenKBytes;
+    if constexpr (kXTailBytes != 0) {
+        // What lies past the end meets zeros, which TMA fills weights up with: any channels of the row will do.
+        if (k == c.ragged_k && in_row >= kXTailBytes) column = c.rows - in_row;
+    }
+    const uint4* offsets = reinterpret_cast<const uint4*>(smem.row_offsets[first_row]);
 #pragma unroll
-    for (u32 begin = 0; begin < kTokenKBytes; begin += kBlockKBytes) {
-        u8* tile = smem.token_tiles[stage] + begin * kTileTokens + c.target;
-        const u8* column = c.rows + k * kTokenKBytes + begin;
-        if constexpr (kXTailBytes != 0) {
-            // What lies past the end meets zeros, which TMA fills weights up with: any channels of the row will do.
-            if (k == c.ragged_k && begin + lane % 8 * 16 + 1 > kXTailBytes) column = c.rows - lane % 8 * 16;
-        }
+    for (u32 first = 0; first < Copies::kRows; first += 4) {
+        if (first >= c.num_rows) break;
+        const uint4 four = offsets[first / 4];
+        const u32 ahead[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
-        for (u32 first = 0; first < Copies::kRows; first += 4) {
-            if (first >= c.num_rows) break;
-            const uint4 four = offsets[first / 4];
-            const u32 ahead[4] = {four.x, four.y, four.z, four.w};
+        for (u32 i = 0; i < 4; ++i) {
+            const u32 row = first + i;
+            if (row >= c.num_rows) continue;
+            u8* target = tile + row * Copies::kRowsApart * kBlockKBytes;
 #pragma unroll
-            for (u32 i = 0; i < 4; ++i) {
-                const u32 row = first + i;
-                if (row < c.num_rows) copy_16_async(tile + row * Copies::kRowsApart * 128, column + u64(ahead[i]) * 16);
+            for (u32 at = 0; at < kOrderedBytes; at += 16) {
+                copy_16_async(target + (c.target ^ at), column + u64(ahead[i]) * 16 + at);
             }
         }
     }
@@ -99,7 +105,18 @@ DEVICE void copy_k_block(Smem& smem, const Copies& c, u32 stage, u32 k) {
         if (kHasBlockScales && warp == 0 && lane < 3)
             copy_4_async(&smem.weight_scales[stage][lane], c.weight_scale + k);
     }
-    arrive_after_copies(&smem.full[stage]);  // pairs with role_math: multiply
+}
+
+// Copies of k-blocks that may be under way before the oldest is looked at.
+constexpr u32 kCopiesAhead = min_of(kNumStages - 2, 6u);
+
+// Tokens that are not in the order of channel_order.cuh: the oldest k-block's are put into it as soon as they are here.
+// The lanes that copied them do it, so they wait for nobody.
+DEVICE void order_k_block(Smem& smem, const Copies& c, Ring<kNumStages>& oldest) {
+    u8* tile = smem.token_tiles[oldest.stage];
+    for (u32 row = 0; row < c.num_rows; ++row) order_channels(tile + row * Copies::kRowsApart * kBlockKBytes, c.target);
+    arrive(&smem.full[oldest.stage]);  // pairs with role_math: accumulate
+    oldest.advance();
 }
 
 DEVICE void role_gather(const Params& p, Smem& smem, const Head& head) {
@@ -112,9 +129,24 @@ DEVICE void role_gather(const Params& p, Smem& smem, const Head& head) {
         trace_task(p, task);
         if (task.phase == kGemm2) wait_for_mid(p, head, task.block);
         const Copies copies = find_copies(p, smem, task, slot.stage);
-        for (u32 k = task.k_begin; k < task.k_end; ++k, ring.advance()) {
+        const bool orders = kHasChunkScales && task.phase == kGemm1 && !quantizes_x(p);
+        Ring<kNumStages> oldest = ring;
+        u32 k = task.k_begin;
+        for (; k < task.k_end; ++k, ring.advance()) {
             wait_barrier(p, kWaitStageEmpty, &smem.empty[ring.stage], ring.stage, ring.empty_parity());
             copy_k_block(smem, copies, ring.stage, k);
+            if (!orders) {
+                arrive_after_copies(&smem.full[ring.stage]);  // pairs with role_math: multiply
+                continue;
+            }
+            commit_copies();
+            if (k - task.k_begin < kCopiesAhead) continue;
+            wait_for_copy_groups<kCopiesAhead>();
+            order_k_block(smem, copies, oldest);
+        }
+        if (orders) {
+            wait_for_copies();
+            for (u32 i = min_of(task.k_end - task.k_begin, kCopiesAhead); i > 0; --i) order_k_block(smem, copies, oldest);
         }
         trace_end(p, kEventTask);
         free_task(smem, slot);

@@ -18,7 +18,13 @@ DEVICE void quantize_tokens(const Params& p) {
         }
         const Quantized q = quantize_16(raw);
         if (channel < kHidden) {
-            *reinterpret_cast<uint4*>(p.pool + u64(token) * kHidden + channel) = q.codes;
+            u8* row = p.pool + u64(token) * kHidden;
+            if constexpr (kHasChunkScales) {
+                store_channels(row, channel, make_uint2(q.codes.x, q.codes.y));
+                store_channels(row, channel + 8, make_uint2(q.codes.z, q.codes.w));
+            } else {
+                *reinterpret_cast<uint4*>(row + channel) = q.codes;
+            }
             if (lane % 8 == 0) p.pool_scale[u64(token) * kXQuantScaleStride + channel / 128] = q.scale;
         }
     }

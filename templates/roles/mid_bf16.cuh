@@ -42,8 +42,8 @@ DEVICE void store_mid_bf16(const Params& p, Smem& smem, const Task& task, const 
 #pragma unroll
         for (u32 token = lane; token < N; token += kWarpThreads) {
             if (token >= share.num_tokens) continue;
-            *reinterpret_cast<uint4*>(mid_row(p, task, share.first_token + token) + channel * kElementBytes) =
-                *reinterpret_cast<const uint4*>(buffer + token * 16);
+            store_channels(mid_row(p, task, share.first_token + token), channel,
+                           *reinterpret_cast<const uint4*>(buffer + token * 16));
         }
         sync_warp();
     }

@@ -9,7 +9,6 @@ from jitmoe.plan.formats import format_of
 from jitmoe.plan.gpu import gpu_spec
 from jitmoe.plan.heuristics import plans_of_model
 from jitmoe.plan.models import MODELS, ModelShape
-from jitmoe.plan.variant import Variant
 
 # Ranks that usually share a model's experts.
 USUAL_EP = {
@@ -20,6 +19,8 @@ USUAL_EP = {
     "glm-4.5-air": 8,
     "kimi-k2": 16,
     "minimax-m2": 8,
+    "gpt-oss-20b": 2,
+    "gpt-oss-120b": 8,
     "mixtral-8x7b": 2,
     "nemotron-3-nano-30b-a3b": 2,
     "qwen3-30b-a3b": 4,
@@ -62,7 +63,7 @@ def shipped_plans():
     gpu, plans = gpu_spec("h200"), {}
     for name, model in MODELS.items():
         for ep in (1, USUAL_EP[name]):
-            fields = Variant(model.activation).plan_fields
+            fields = model.variant.plan_fields
             for plan in plans_of_model(model.problem(1, ep), gpu, **fields).values():
                 plans.setdefault(plan, f"{name} ep {ep} {plan.bucket}")
     for shape in ODD_SHAPES:
@@ -71,7 +72,8 @@ def shipped_plans():
     for shape in BF16_SHAPES:
         for plan in plans_of_model(shape.problem(1, format="bf16"), gpu).values():
             plans[plan] = f"bf16 {shape.name} {plan.bucket}"
-    for shape in (*MODELS.values(), *ODD_SHAPES):
+    in_fp8 = [model for model in MODELS.values() if model.format == "fp8_block"]
+    for shape in (*in_fp8, *ODD_SHAPES):
         problem = shape.problem(1, format="fp8_channel")
         kind = {"activation": shape.activation.function}
         for has_bias in {False, shape in ODD_SHAPES}:
@@ -79,10 +81,10 @@ def shipped_plans():
                 plans[plan] = f"fp8_channel {shape.name} {plan.bucket}{', biases' * has_bias}"
     for shape in (*ODD_SHAPES[::3], *BF16_SHAPES[::2]):
         for kind, format, has_bias in NO_GATE:
-            alone = replace(shape, activation=kind)
+            alone = replace(shape, activation=kind, has_bias=has_bias)
             if alone.hidden % format_of(format).hidden_step:
                 continue
-            fields = Variant(kind, has_bias=has_bias).plan_fields
+            fields = alone.variant.plan_fields
             for plan in plans_of_model(alone.problem(1, format=format), gpu, **fields).values():
                 name = f"{format} {kind} {shape.name} {plan.bucket}{', biases' * has_bias}"
                 plans.setdefault(plan, name)

@@ -12,7 +12,8 @@ from jitmoe.emulate.mega_moe import EmulatedLayer
 from jitmoe.plan.gpu import GPUS
 from jitmoe.plan.heuristics import plans_of_model
 from jitmoe.plan.models import MODELS, model_shape
-from jitmoe.plan.variant import Variant, is_gated
+from jitmoe.plan.variant import is_gated
+from jitmoe.reference_biases import random_biases
 
 try:
     compiler()
@@ -28,7 +29,7 @@ def small_plan(model: str, bucket: str):
     with a remainder behind the unrolled loop and in the last tile.
     """
     shape = model_shape(model)
-    fields = Variant(shape.activation).plan_fields
+    fields = shape.variant.plan_fields
     plan = plans_of_model(shape.problem(1, 1), GPUS["h200"], **fields)[bucket]
     intermediate = 256 if shape.intermediate % 256 == 0 else 128 + shape.intermediate % 128
     sizes = {"hidden": 640, "intermediate": intermediate, "num_experts": max(10, shape.top_k)}
@@ -43,9 +44,11 @@ def layers():
     def get(plan, checked) -> EmulatedLayer:
         if (plan, checked) not in made:
             sizes = plan.num_experts, plan.hidden, plan.intermediate
-            layer = reference.random_layer(*sizes, 0, gated=is_gated(plan.activation))
+            kind = {"format": plan.format, "gated": is_gated(plan.activation)}
+            layer = reference.random_layer(*sizes, 0, **kind)
+            biases = random_biases(*sizes, 1) if plan.has_bias else None
             num_tokens = NUM_TOKENS[plan.bucket]
-            made[plan, checked] = EmulatedLayer(plan, layer, num_tokens, 3, checked)
+            made[plan, checked] = EmulatedLayer(plan, layer, num_tokens, 3, checked, biases=biases)
         return made[plan, checked]
 
     return get
@@ -68,14 +71,19 @@ def test_no_race(layers, model, bucket):
 
 
 def check(model: str, emulated: EmulatedLayer, routing: str, seed: int) -> None:
-    plan, variant = emulated.plan, Variant(model_shape(model).activation)
+    plan, variant = emulated.plan, model_shape(model).variant
     tokens = reference.random_tokens(
         NUM_TOKENS[plan.bucket], plan.hidden, plan.num_experts, plan.top_k, seed, routing
     )
-    codes, scale = fp8.quantize_tokens(tokens.x)
-    x = (codes, scale) if seed % 2 else fp8.encode_bf16(tokens.x)
+    x = codes = fp8.encode_bf16(tokens.x)
+    scale, biases = None, {}
+    if plan.quantizes:
+        codes, scale = fp8.quantize_tokens(tokens.x)
+        x = (codes, scale) if seed % 2 else x
+    if plan.has_bias:
+        biases = {"w13_bias": emulated.biases.w13, "w2_bias": emulated.biases.w2}
     y = emulated(x, tokens.topk_ids, tokens.topk_weights, variant, seed=seed)
     call = codes, scale, tokens.topk_ids, tokens.topk_weights, *emulated.layer
-    ref = reference.mega_moe(*call, requantize=True, **variant.formula)
+    ref = reference.mega_moe(*call, requantize=True, **variant.formula, **biases)
     assert reference.relative_error(y, ref) < 4e-3
     assert reference.worst_element(y, ref) < 0.06

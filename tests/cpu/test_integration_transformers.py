@@ -32,6 +32,8 @@ from transformers.integrations import finegrained_fp8, moe  # noqa: E402
 
 from jitmoe import Activation, reference  # noqa: E402
 from jitmoe.integrations import transformers as integration  # noqa: E402
+from jitmoe.integrations import transformers_gates as gates  # noqa: E402
+from jitmoe.integrations import transformers_refusals as refusals  # noqa: E402
 from jitmoe.reference_activations import activate  # noqa: E402
 
 try:
@@ -118,7 +120,7 @@ def test_activations(act_fn, activation):
         y = experts(*given)
         wanted = layer or layer_of(experts)
         assert error(y, given, wanted, activation=activation) < 4e-3
-        assert integration._activation(experts) == activation
+        assert gates.activation_of(experts) == activation
         assert activation == "swiglu" or error(y, given, wanted) > 1e-2
 
 
@@ -319,7 +321,7 @@ def test_experts_in_f32_are_refused():
     experts.gate_up_proj.data = experts.gate_up_proj.data.float()
     message = refused(lambda: model(torch.arange(3)[None]))
     assert message.startswith("Qwen3MoeExperts of qwen3_moe: ")
-    assert "needs weights in bfloat16 or block FP8, got float32; load the model with" in message
+    assert "needs weights in bfloat16 or FP8, got float32; load the model with" in message
     message = refused(lambda: experts(tokens(3).x.float(), *tokens(3)[1:]))
     assert "activations in bfloat16, got float32" in message
 
@@ -368,11 +370,9 @@ def test_other_experts_are_refused(field, value, words):
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        ("is_concatenated", False, "is_concatenated True"),
-        ("is_transposed", True, "is_transposed False"),
-        ("has_bias", True, "has_bias False"),
+        ("is_concatenated", False, r"_apply_gate act\(gate\) \* up, got _default_apply_gate"),
         ("has_post_expert_norm", True, "has_post_expert_norm False"),
-        ("limit", 7.0, "limit None as swiglu_limit, got 7.0"),
+        ("limit", 7.0, "up, cut off at the limit, got _default_apply_gate"),
         ("act_fn", ACT2FN["quick_gelu"], "activation silu, gelu or relu2, got Quick"),
         ("_apply_gate", lambda gate_up: gate_up, r"_apply_gate act\(gate\) \* up, got"),
     ],
@@ -435,9 +435,13 @@ def test_other_formats_are_refused():
     )
 
 
+def forms(gate, **how):
+    return {form for form in gates.FORMS if gates.computes(gate, form, **how)}
+
+
 def test_forms_of_gates():
     """A gate is judged by what it computes, and by what it reads."""
-    assert (finegrained_fp8.FP8Experts._apply_gate, set(integration._WORDS)) in integration._GATES
+    assert forms(finegrained_fp8.FP8Experts._apply_gate) == set(gates.FORMS)
 
     def swapped(self, gate_up):
         up, gate = gate_up.chunk(2, dim=-1)
@@ -455,13 +459,22 @@ def test_forms_of_gates():
         gate, up = gate_up.chunk(2, dim=-1)
         return torch.nn.functional.silu(gate) * up
 
+    def by_turns(self, gate_up):
+        gate, up = gate_up[..., ::2], gate_up[..., 1::2]
+        return self.act_fn(gate) * up
+
     def unknown(self, gate_up):
         return moe._default_apply_gate(self, gate_up) if self.new_field is None else None
 
-    assert integration._forms(moe._default_apply_gate) == {"plain"}
-    assert integration._forms(clamped_after) == {"plain"}
-    assert not any(map(integration._forms, (swapped, clamped, always_silu, unknown)))
+    assert forms(moe._default_apply_gate) == forms(clamped_after) == {"plain"}
+    assert forms(moe._default_apply_gate, kind="geglu_erf") == {"plain"}
+    assert forms(always_silu) == forms(always_silu, kind=None) == {"plain"}
+    assert forms(by_turns, interleaved=True) == {"plain"}
+    assert not any(map(forms, (swapped, clamped, by_turns, unknown)))
+    assert not forms(always_silu, kind="geglu_erf")
+    assert not forms(moe._default_apply_gate, kind=None), "it reads act_fn"
+    assert not forms(moe._default_apply_gate, interleaved=True)
 
 
 def test_names_without_a_model():
-    assert integration._named(SimpleNamespace()) == "SimpleNamespace"
+    assert refusals.named(SimpleNamespace()) == "SimpleNamespace"

@@ -18,6 +18,8 @@ SHAPES = {
     "deepseek-v4-pro": (7168, 3072, 384, 6),
     "glm-4.5": (5120, 1536, 160, 8),
     "glm-4.5-air": (4096, 1408, 128, 8),
+    "gpt-oss-20b": (2880, 2880, 32, 4),
+    "gpt-oss-120b": (2880, 2880, 128, 4),
     "kimi-k2": (7168, 2048, 384, 8),
     "minimax-m2": (3072, 1536, 256, 8),
     "mixtral-8x7b": (4096, 14336, 8, 2),
@@ -38,8 +40,15 @@ def test_presets():
     assert models.MODELS is MODELS
     kinds = dict.fromkeys(("deepseek-v4-flash", "deepseek-v4-pro"), "swiglu_clamped")
     kinds["nemotron-3-nano-30b-a3b"] = "relu2_no_gate"
+    kinds |= dict.fromkeys(("gpt-oss-20b", "gpt-oss-120b"), "swiglu_oai")
     for name, model in MODELS.items():
         assert model.activation == Activation(kinds.get(name, "swiglu"))
+        is_oss = name.startswith("gpt-oss")
+        assert model.variant == Variant(
+            model.activation, gate_up="interleaved" if is_oss else "gate_first", has_bias=is_oss
+        )
+        assert model.format == ("bf16" if is_oss else "fp8_block")
+        assert ("dequantised to bf16" in model.note) == is_oss
     assert MODELS["deepseek-v4-pro"].activation.limit == 10
     with pytest.raises(AttributeError, match="MODELZ"):
         models.MODELZ  # noqa: B018
@@ -52,9 +61,7 @@ def test_presets_plan_on_every_hopper(name):
     ranks = [ep for ep in (1, 2, 4, 8, 16, 32, 64) if model.num_experts % ep == 0]
     assert ranks[:4] == [1, 2, 4, 8]
     for gpu, ep, num_tokens in product(gpus, ranks, (0, 1, 32, 512, 8192)):
-        choose(model.problem(num_tokens, ep), gpu, **Variant(model.activation).plan_fields).check(
-            gpu
-        )
+        choose(model.problem(num_tokens, ep), gpu, **model.variant.plan_fields).check(gpu)
 
 
 def test_names():
@@ -67,16 +74,15 @@ def test_names():
     assert "got 'qwen3-30b'; did you mean qwen3-30b-a3b" in message
     with pytest.raises(ValueError, match="got 'gpt'; give the path of a config.json"):
         model_shape("gpt")
-    with pytest.raises(
-        ValueError, match="gpt-oss-20b has experts in MXFP4; kernels take FP8 and bf16"
-    ):
-        model_shape("openai/gpt-oss-20b")
+    assert model_shape("openai/gpt-oss-20b") is MODELS["gpt-oss-20b"]
 
 
 def test_problem_of_one_rank():
     model = model_shape("deepseek-v3")
     assert model.problem(5) == MoeProblem(5, 7168, 2048, 256, 8)
     assert model.problem(5, ep=8) == MoeProblem(5, 7168, 2048, 32, 8)
+    assert model.problem(5, format="bf16").format == "bf16"
+    assert model_shape("gpt-oss-20b").problem(5) == MoeProblem(5, 2880, 2880, 32, 4, "bf16")
     # The docstring's figure for true routing: 8 tokens, each hitting an expert with 8 / 256.
     true_hits = 32 * (1 - (1 - 8 / 256) ** 8)
     assert round(true_hits, 1) == 7.2
@@ -237,6 +243,17 @@ def test_experts_without_a_gate(tmp_path):
 )
 def test_activation_of_a_config(changes, activation, tmp_path):
     assert from_config(write(tmp_path, GOOD | changes)).activation == Activation.of(activation)
+
+
+def test_from_config_of_gpt_oss(tmp_path):
+    """What its code knows and its configuration does not say."""
+    config = {"model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880}
+    config |= {"num_local_experts": 32, "num_experts_per_tok": 4, "hidden_act": "silu"}
+    config |= {"swiglu_limit": 7.0, "quantization_config": {"quant_method": "mxfp4"}}
+    model, preset = from_config(write(tmp_path, config)), model_shape("gpt-oss-20b")
+    assert shape_of(model) == shape_of(preset)
+    assert (model.variant, model.format) == (preset.variant, preset.format)
+    assert "MXFP4" in model.note
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,16 @@ ORDER = {
         "records",
     ],
     "tracing": ["events", "summary", "perfetto", "plot", "trace"],
-    "integrations": ["torch_memory", "torch", "transformers", "vllm", "sglang"],
+    "integrations": [
+        "torch_memory",
+        "torch",
+        "transformers_refusals",
+        "transformers_gates",
+        "transformers_weights",
+        "transformers",
+        "vllm",
+        "sglang",
+    ],
 }
 MODULE_LINES, ROOM_LINES, ROLE_LINES = 300, 80, 350
 LONGER_MODULES: dict[str, int] = {}

@@ -33,6 +33,8 @@ void fence_async_shared();
 void fence_async_global();
 void copy_async(void* shared, const void* global, u32 num_bytes);
 void wait_for_copies();
+void commit_copies();
+void wait_for_copy_groups(u32 num_newest);
 
 // mbarriers.
 void init_barrier(u64* barrier, u32 arrivals);

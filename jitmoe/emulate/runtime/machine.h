@@ -76,6 +76,12 @@ struct AsyncCopy {
     bool landed;
 };
 
+// cp.async of a thread before its commit number so-and-so.
+struct CopyGroup {
+    u64 end;  // number of the first copy after it
+    AsyncAgent agent;
+};
+
 struct Fiber {
     void* stack_pointer = nullptr;
     u32 thread = 0, block = 0;
@@ -89,6 +95,7 @@ struct Fiber {
 
     std::deque<AsyncCopy> copies;  // cp.async under way, oldest first
     u64 first_copy = 0;            // number of copies.front()
+    std::deque<CopyGroup> copy_groups;
 
     u32 wgmma_position = 0;  // in its warp's stream
     bool wgmma_fenced = false;

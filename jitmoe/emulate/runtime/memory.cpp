@@ -216,4 +216,26 @@ void wait_for_copies() {
     self.copy_agent.epoch += 1;
 }
 
+// cp.async.commit_group: an epoch of the agent is a group.
+void commit_copies() {
+    maybe_switch();
+    Fiber& self = *machine.current;
+    self.copy_groups.push_back({self.first_copy + self.copies.size(), self.copy_agent});
+    if (self.copy_agent.epoch != 0) self.copy_agent.epoch += 1;
+}
+
+// "cp.async.wait_group N: wait until N or fewer of the most recent groups are pending and all prior groups are complete."
+void wait_for_copy_groups(u32 num_newest) {
+    maybe_switch();
+    Fiber& self = *machine.current;
+    for (; self.copy_groups.size() > num_newest; self.copy_groups.pop_front()) {
+        const CopyGroup& group = self.copy_groups.front();
+        land_copies(self, group.end);
+        if (group.agent.epoch == 0) continue;
+        Clocks landed;
+        release_async(group.agent, true, landed);
+        acquire(self, share(std::move(landed)));
+    }
+}
+
 }  // namespace emu
