@@ -120,8 +120,8 @@ NOT_IN_FP8 = {"AriaTextConfig", "GptOssConfig", "Lfm2MoeConfig"}
 EAGER = {"dbrx", "jetmoe", "llama4", "longcat_flash", "step3p7"}
 # Those that are refused, and the words of it.
 REFUSED = {
-    "Inkling2LoopTextConfig": ({}, "needs activation silu or gelu, got Inkling2LoopSoftcapped"),
-    "Inkling2TextConfig": ({}, "needs activation silu or gelu, got Inkling2SoftcappedSwiGLU"),
+    "Inkling2LoopTextConfig": ({}, "needs activation silu, gelu or relu2, got Inkling2LoopSoftcapped"),
+    "Inkling2TextConfig": ({}, "needs activation silu, gelu or relu2, got Inkling2SoftcappedSwiGLU"),
     "MuseSparkTextConfig": ({"class": "MuseSparkTextModel"}, "needs has_post_expert_norm False"),
     "NemotronHConfig": ({}, "needs has_gate True, got False"),
 }
