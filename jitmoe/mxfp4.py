@@ -19,8 +19,8 @@ _MIDDLES = (_MAGNITUDES[1:] + _MAGNITUDES[:-1]) / 2
 _MAX_EXPONENT = 2  # of 6.0
 # Words of the scales of a k-block's four groups, in the order of math's threads: see pack_scales.
 _TILE_ROWS, _K_GROUPS = 256, 4
-# What packed codes are larger by: kernels expand weights to numbers that are 2^-6 and 2^-126 as large
-# (templates/roles/accumulate_mxfp4_*.cuh).
+# What packed codes are larger by: kernels expand weights to numbers that are 2^-6 and 2^-126 as
+# large (templates/roles/accumulate_mxfp4_*.cuh).
 _SCALE_OFFSETS = {"mxfp4_fp8": 6, "mxfp4_bf16": 66}
 
 

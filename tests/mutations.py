@@ -57,7 +57,13 @@ REPLACEMENTS = (
     (r"wgmma_wait<1>", "wgmma_wait<2>"),
     (r"\.parity\(\)", ".empty_parity()"),
     (r"\.empty_parity\(\)", ".parity()"),
-    (r"swizzle_128\((\w+), (\w+)\)", r"(\1 * 128 + \2 * 16)"),
+    (r"wait_for_copy_groups<kCopiesAhead>", "wait_for_copy_groups<kCopiesAhead + 1>"),
+    (r"swizzle_128\((\w+), ([^()]*)\)", r"(\1 * 128 + (\2) * 16)"),
+    (r" \^ (?:swizzle|at|i \* 16)\b", ""),
+    (r"\bm == 0 \?", "true ?"),
+    (r"\bhalf == 0 \?", "true ?"),
+    (r"0x6420\b", "0x7531"),
+    (r"0x5410\b", "0x7632"),
     (r"parity \^ 1", "parity"),
     (r"\) wanted = slot;", ") wanted = wanted;"),
     (r"is_stale \|=", "is_stale ="),
@@ -70,7 +76,7 @@ REPLACEMENTS = (
 # Terms of addresses and coordinates; each becomes 0.
 TERMS = (
     r"descriptor_step\([^()]*\)",
-    r"\bk \* kBlockKBytes",
+    r"\bk \* k(?:Block|Weight|Token)KBytes",
     r"k \* part / parts",
     r"\btask\.k_begin\b",
     r"u64\(tile \* parts\)",
@@ -93,7 +99,22 @@ TERMS = (
     r"lane \* 16\b",
     r"share\.warp \* (?:8|16)",
     r"\blane / (?:4|8|16) \* 8|\blane / 16 \* 8",
-    r"row \* Copies::kRowsApart \* 128",
+    r"row \* Copies::kRowsApart \* kBlockKBytes",
+    r"piece \* kOrderedBytes",
+    r"in_row / kBlockKBytes \* \([^()]*\)",
+    r"channel / 32 \* (?:32|64)",
+    r"channel % 32 / 2",
+    r"task\.expert \* \([^()]*\)",
+    r"u64\(tile\) \* \([^()]*\)",
+    r"(?<=\) \+ )k(?=\) \* kBlockRows)",
+    r"stage \* kWeightTileBytes",
+    r"half \* 8\b",
+    r"warp_idx\(\) % 4(?: \* 16)?",
+    r"lane_idx\(\) (?:/ 4|% 4 \* 4)",
+    r"first_row / 32",
+    r"\bwarp \* 8\b",
+    r"\b8 \* c\b",
+    r"\(first \+ \w\) (?:/|%) \w+(?: \* (?:kHalfTile|64))?",
     r"u64\(ahead\[i\]\) \* 16",
     r"chunk \* 16",
     r"u64\(i\) \* kHidden",
@@ -215,6 +236,14 @@ CASES = (
     # Without a gate a tile has two groups of channels, the last but one.
     _case("decode", (256, 272, 8, 2), (5, 40, 12), "one_expert", activation="relu2_no_gate"),
     _case("prefill", (256, 272, 2, 2), (140, 30), "hot_expert", activation="relu2_no_gate"),
+    # MXFP4 beside tokens in e4m3 and bf16: tiles of all widths, whole and in parts, rows of weights
+    # and tokens that end inside a k-block.
+    _case("decode", (384, 96, 4, 2), (70, 5, 20), overlap=True, format="mxfp4_fp8"),
+    _case("decode", (352, 160, 3, 2), (5, 40, 12), overlap=True, format="mxfp4_bf16"),
+    _case(
+        *("decode", (512, 256, 4, 2), (5, 3), "one_expert"),
+        **{"num_blocks": 6, "small_parts": True, "format": "mxfp4_fp8"},
+    ),
     # A block that comes to its first task when others have taken it as an orphan.
     _case("decode", (128, 48, 8, 2), (2, 2, 3), num_blocks=4, overlap=True, schedules=2),
     _case("decode", (384, 80, 4, 2), (70, 5), format="fp8_channel"),
@@ -315,8 +344,9 @@ def launch_of(case: Case, num_tokens: int) -> tuple[reference.Tokens, np.ndarray
     x, scale = fp8.quantize_tokens(tokens.x) if plan.quantizes else (tokens.x, None)
     inputs = (x, scale, tokens.topk_ids, tokens.topk_weights, *layer_of(case))
     w13_bias, w2_bias = biases_of(case) or (None, None)
-    options = {"w13_bias": w13_bias, "w2_bias": w2_bias, "activation": plan.activation}
-    return tokens, reference.mega_moe(*inputs, requantize=True, **options)
+    biases = {"w13_bias": w13_bias, "w2_bias": w2_bias}
+    options = {"requantize": True, "format": plan.format, "activation": plan.activation}
+    return tokens, reference.mega_moe(*inputs, **options, **biases)
 
 
 def outputs(emulated: EmulatedLayer, case: Case, seed: int) -> Iterator[np.ndarray]:

@@ -74,6 +74,11 @@ class MegaMoePlan(Plan):
         return format_of(self.format).weight_bytes(self.block_k)
 
     @property
+    def token_k_bytes(self) -> int:
+        """Of a token in a k-block."""
+        return self.block_k * format_of(self.format).element_bytes
+
+    @property
     def has_chunk_scales(self) -> bool:
         """Whether weights are MXFP4, with a scale for a chunk of 32 codes."""
         return format_of(self.format).is_mx
@@ -149,7 +154,6 @@ class MegaMoePlan(Plan):
     @property
     def derived_constants(self) -> dict[str, int]:
         weight_tile_bytes = self.block_rows * self.weight_k_bytes
-        token_k_bytes = self.block_k * format_of(self.format).element_bytes
         scale_bytes = 4 * self.block_rows * self.has_chunk_scales
         return {
             "block_tokens": self.block_tokens,
@@ -176,8 +180,8 @@ class MegaMoePlan(Plan):
             "weight_k_bytes": self.weight_k_bytes,
             "weight_tile_bytes": weight_tile_bytes,
             "weight_stage_bytes": weight_tile_bytes + scale_bytes,
-            "token_k_bytes": token_k_bytes,
-            "token_tile_bytes": self.tile_tokens * token_k_bytes,
+            "token_k_bytes": self.token_k_bytes,
+            "token_tile_bytes": self.tile_tokens * self.token_k_bytes,
             **variant.row_constants(self),
             **variant.function_constants(self.activation),
         } | ({"trace_capacity": self.trace_capacity} if self.trace else {})

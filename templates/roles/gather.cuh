@@ -17,9 +17,8 @@ struct Copies {
     static constexpr u32 kRows = kBlockTokens / kRowsApart;
     static constexpr u32 kScales = kBlockTokens / kGatherThreads;
     const u8* rows;
-    u32 num_rows;  // of this lane that exist
-    u32 target;    // of the first's first chunk, in a stage's tile; others follow kRowsApart rows apart, its chunks by
-                   // XOR
+    u32 num_rows;                  // of this lane that exist
+    u32 target;                    // of the first chunk in a stage's tile; rows lie kRowsApart apart, chunks by XOR
     const float* scales[kScales];  // null where the token does not exist
     u32 scale_group_stride;
     const float* weight_scale;

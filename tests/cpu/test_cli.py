@@ -84,9 +84,13 @@ def test_variants():
         assert "got 'up'; say" in refusal(command, *SMALL, "--gate-up", "up")
         assert "got 'fp8_row'; take" in refusal(command, *SMALL, "--format", "fp8_row")
     for format in FORMATS:
-        text = invoke("show", *SMALL, "--format", format, "--plain").stdout
+        text = invoke("show", *SMALL, "--intermediate", 160, "--format", format, "--plain").stdout
         scaled = int(format in ("fp8_channel", "fp8_tensor"))
         assert f"constexpr u32 kChannelScales = {scaled};" in text
+        is_mx = int(format.startswith("mxfp4"))
+        assert f"constexpr u32 kHasChunkScales = {is_mx};" in text
+    text = refusal("show", *SMALL, "--format", "mxfp4_fp8")
+    assert "intermediate must be a multiple of 32 up to 32,768, got 144" in text
 
 
 @pytest.mark.parametrize("gpu", [name for name in GPUS if GPUS[name].arch in KERNEL_ARCHS])

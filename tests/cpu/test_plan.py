@@ -524,9 +524,9 @@ def test_bf16_refuses_ragged_rows(hidden):
 
 @pytest.mark.parametrize("format", ["fp8", None, "BF16", 3])
 def test_unknown_formats_are_refused(format):
-    with pytest.raises(ValueError, match="format must be one of fp8_block, .*, bf16, got"):
+    with pytest.raises(ValueError, match="format must be one of fp8_block, .*, mxfp4_bf16, got"):
         replace(BF16, format=format)
-    with pytest.raises(PlanError, match="format must be one of fp8_block, .*, bf16, got"):
+    with pytest.raises(PlanError, match="format must be one of fp8_block, .*, mxfp4_bf16, got"):
         replace(choose(S1, H200), format=format).check(ROOMY)
 
 
