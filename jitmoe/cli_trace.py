@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from jitmoe.cli_layer import (
+    Activation,
     Config,
     Ep,
     Experts,
@@ -34,6 +35,7 @@ def trace(
     experts: Experts = None,
     top_k: TopK = None,
     ep: Ep = 1,
+    activation: Activation = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of the call.")] = 40,
     routing: Annotated[
         str,
@@ -72,7 +74,7 @@ def trace(
         emulated = takes_small = True
     if takes_small:
         layer, ep = {"model": None, "config": None} | SMALL_LAYER, 1
-    shape = layer_shape(**layer)
+    shape = layer_shape(**layer, activation=activation)
     check_is_plain(shape, "trace")
     traced = _run(shape.problem(tokens, ep), shape.activation, routing, emulated)
     traced.to_perfetto(out)
@@ -114,9 +116,8 @@ def _run(problem, activation, routing: str, emulated: bool):
         import cupy as xp
     sizes = problem.hidden, problem.num_experts, problem.top_k
     call = reference.random_tokens(problem.num_tokens, *sizes, 1, routing, xp)
-    layer = reference.random_layer(
-        problem.num_experts, problem.hidden, problem.intermediate, seed=0, xp=xp
-    )
+    sizes = problem.num_experts, problem.hidden, problem.intermediate
+    layer = reference.random_layer(*sizes, seed=0, xp=xp, gated=problem.gated)
     weights = ExpertWeights(layer.w13, layer.w2, layer.w13_scale, layer.w2_scale)
     x = fp8.encode_bf16(call.x, xp)
     backend = "emulated" if emulated else "cuda"

@@ -106,8 +106,10 @@ def emulated_error(
 ) -> float:
     """Relative error of an emulated launch against the oracle that rounds where the kernel does."""
     ragged = 224 if format_of(format).is_mx else 208
-    layer = reference.random_layer(4, hidden=256, intermediate=ragged, seed=1, format=format)
-    small = MoeProblem(1, 256, ragged, 4, 2, format)
+    sizes = {"hidden": 256, "intermediate": ragged, "num_experts": 4}
+    kind = {"format": format, "gated": variant.activation.gated}
+    layer = reference.random_layer(**sizes, seed=1, **kind)
+    small = MoeProblem(1, **sizes, top_k=2, **kind)
     plan = heuristics.plans_of_model(small, gpu_spec("h200"), **variant.plan_fields)[bucket]
     emulated = EmulatedLayer(plan, layer, max_tokens=num_tokens, num_blocks=3)
     tokens = reference.random_tokens(num_tokens, 256, 4, 2, seed=2, routing="unused")

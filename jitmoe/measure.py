@@ -77,7 +77,8 @@ def weight_sets(layer: MoeProblem, outliers: int = 0):
     import cupy
 
     sizes = (layer.num_experts, layer.hidden, layer.intermediate)
-    first = reference.random_layer(*sizes, seed=1, xp=cupy, outliers=outliers, format=layer.format)
+    kind = {"format": layer.format, "gated": layer.gated}
+    first = reference.random_layer(*sizes, seed=1, xp=cupy, outliers=outliers, **kind)
     free_bytes = cupy.cuda.runtime.memGetInfo()[0] - SPARE_BYTES
     num_sets = 1 + free_bytes // (layer.num_experts * layer.expert_bytes)
     sets = [first] + [

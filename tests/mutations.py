@@ -34,6 +34,7 @@ from jitmoe.plan.gpu import GPUS
 from jitmoe.plan.heuristics import plans_of_model
 from jitmoe.plan.mega_moe import MegaMoePlan
 from jitmoe.plan.problem import MoeProblem
+from jitmoe.plan.variant import is_gated
 from jitmoe.reference_biases import Biases, random_biases
 
 SEEDS = 4  # schedules a case is tried with
@@ -200,8 +201,10 @@ class Case:
 def _case(bucket: str, sizes: tuple[int, ...], tokens, routing="unused", **changes) -> Case:
     names = ("num_blocks", "overlap", "small_parts", "schedules")
     options = {name: changes.pop(name) for name in names if name in changes}
-    problem = MoeProblem(1, *sizes, changes.pop("format", "fp8_block"))
-    plan = plans_of_model(problem, GPUS["h200"])[bucket]
+    activation = changes.pop("activation", "swiglu")
+    format, gated = changes.pop("format", "fp8_block"), is_gated(activation)
+    problem = MoeProblem(1, *sizes, format, gated)
+    plan = plans_of_model(problem, GPUS["h200"], activation=activation)[bucket]
     return Case(dataclasses.replace(plan, num_stages=3, **changes), tokens, routing, **options)
 
 
@@ -230,6 +233,9 @@ CASES = (
     # Rows of bf16 that end inside a k-block; tiles that take tokens of their expert along.
     _case("decode", (144, 208, 3, 2), (5, 40, 12), overlap=True, format="bf16"),
     _case("prefill", (272, 144, 2, 2), (140, 133, 30), "hot_expert", format="bf16"),
+    # Without a gate a tile has two groups of channels, the last but one.
+    _case("decode", (256, 272, 8, 2), (5, 40, 12), "one_expert", activation="relu2_no_gate"),
+    _case("prefill", (256, 272, 2, 2), (140, 30), "hot_expert", activation="relu2_no_gate"),
     # MXFP4 beside tokens in e4m3 and bf16: tiles of all widths, whole and in parts, rows of weights
     # and tokens that end inside a k-block.
     _case("decode", (384, 96, 4, 2), (70, 5, 20), overlap=True, format="mxfp4_fp8"),
@@ -310,7 +316,8 @@ def all_mutants() -> list[Mutant]:
 def layer_of(case: Case) -> reference.Layer:
     plan = case.plan
     sizes = plan.num_experts, plan.hidden, plan.intermediate
-    layer = reference.random_layer(*sizes, seed=0, format=plan.format)
+    kind = {"format": plan.format, "gated": is_gated(plan.activation)}
+    layer = reference.random_layer(*sizes, seed=0, **kind)
     if plan.format != "fp8_channel":
         return layer
     # Channels apart from each other: a wrong scale shows.
@@ -338,7 +345,7 @@ def launch_of(case: Case, num_tokens: int) -> tuple[reference.Tokens, np.ndarray
     inputs = (x, scale, tokens.topk_ids, tokens.topk_weights, *layer_of(case))
     w13_bias, w2_bias = biases_of(case) or (None, None)
     biases = {"w13_bias": w13_bias, "w2_bias": w2_bias}
-    options = {"requantize": True, "format": plan.format}
+    options = {"requantize": True, "format": plan.format, "activation": plan.activation}
     return tokens, reference.mega_moe(*inputs, **options, **biases)
 
 

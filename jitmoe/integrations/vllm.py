@@ -36,12 +36,17 @@ QUANTISATIONS = (
     (kFp8StaticTensorSym, kFp8DynamicTensorSym),
 )
 
-# vLLM's activations and our kinds. Its plain "swigluoai" has gate and up row by row in turn.
+# vLLM's activations and our kinds. Its plain "swigluoai" has gate and up row by row in turn; those
+# that end in "no_mul" are of experts without a gate.
 KINDS = {
     "silu": "swiglu",
     "gelu": "geglu_erf",
     "gelu_tanh": "geglu_tanh",
     "swigluoai_uninterleave": "swiglu_oai",
+    "silu_no_mul": "silu_no_gate",
+    "gelu_no_mul": "gelu_erf_no_gate",
+    "gelu_tanh_no_mul": "gelu_tanh_no_gate",
+    "relu2_no_mul": "relu2_no_gate",
 }
 # What of a quantisation must not be set, as the base class names it.
 _UNSUPPORTED = (
@@ -88,7 +93,7 @@ class JitmoeExperts(modular_kernel.FusedMoEExpertsModular):
 
     @staticmethod
     def _supports_no_act_and_mul() -> bool:
-        return False
+        return True
 
     @staticmethod
     def _supports_quant_scheme(weight_key, activation_key) -> bool:
@@ -174,7 +179,8 @@ class JitmoeExperts(modular_kernel.FusedMoEExpertsModular):
         hidden_states  [num_tokens, hidden] bf16, or e4m3 with a1q_scale f32 [num_tokens, hidden /
                        128], [num_tokens, 1] or [1]
         w1, w2         [num_experts, 2 * intermediate, hidden], gate rows first, and [num_experts,
-                       hidden, intermediate], e4m3 with the scales of quant_config, or bf16
+                       hidden, intermediate], e4m3 with the scales of quant_config, or bf16; w1 of
+                       experts without a gate [num_experts, intermediate, hidden]
         expert_map     int32 [global_num_experts], the number here of every expert, -1 for those of
                        other ranks; None if ids count the experts here. One of experts in a row is
                        read once, and again after a write; it must not change under a CUDA graph
@@ -237,7 +243,7 @@ class JitmoeExperts(modular_kernel.FusedMoEExpertsModular):
             _refuse("silu without gemm1_alpha and gemm1_beta", f"{alpha} and {beta}")
         if name == "swigluoai_uninterleave" and limit is None:
             _refuse("gemm1_clamp_limit for swigluoai_uninterleave", None)
-        if name.startswith("gelu") or limit is None:
+        if name.startswith("gelu") or name.endswith("_no_mul") or limit is None:
             return KINDS[name]
         return Activation("swiglu_clamped", alpha, limit, beta)
 

@@ -16,7 +16,7 @@ from jitmoe.plan.problem import QUANT_GROUP, MoeProblem
 @dataclass(frozen=True)
 class MegaMoePlan(Plan):
     """The whole layer in one launch. A tile is 256 weight rows (128 channels of gate and up, or 256
-    of down) by up to `block_tokens` tokens of one expert.
+    of down, or of w13 without a gate) by up to `block_tokens` tokens of one expert.
 
     decode   weights are the 64-row operand of the tensor cores, tokens its 8 to 64 columns; the two
              math warpgroups split the rows. Token rows are gathered where they lie.
@@ -143,8 +143,9 @@ class MegaMoePlan(Plan):
 
     @property
     def num_tiles_1(self) -> int:
-        """Weight-row tiles of GEMM 1 for one expert: 128 channels of gate and up each."""
-        return ceil_div(self.intermediate, self.block_rows // 2)
+        """Weight-row tiles of GEMM 1 for one expert: 128 channels of gate and up each, or 256."""
+        rows = variant.rows_per_channel(self.activation) * self.intermediate
+        return ceil_div(rows, self.block_rows)
 
     @property
     def num_tiles_2(self) -> int:
@@ -181,9 +182,7 @@ class MegaMoePlan(Plan):
             "weight_stage_bytes": weight_tile_bytes + scale_bytes,
             "token_k_bytes": self.token_k_bytes,
             "token_tile_bytes": self.tile_tokens * self.token_k_bytes,
-            # A block of w13_scale can hold ends of gate and of up, unless their rows alternate.
-            "up_block_offset": self.intermediate // QUANT_GROUP,
-            "up_block_rest": 0 if self.interleaved else self.intermediate % QUANT_GROUP,
+            **variant.row_constants(self),
             **variant.function_constants(self.activation),
         } | ({"trace_capacity": self.trace_capacity} if self.trace else {})
 
@@ -250,7 +249,7 @@ class MegaMoePlan(Plan):
         if self.bucket not in ("decode", "prefill"):
             raise PlanError(f"bucket must be decode or prefill, got {self.bucket!r}")
         try:
-            variant.check_function(self.activation)
+            variant.check_function(self.activation, self.up_first, self.interleaved)
             MoeProblem(0, self.hidden, self.intermediate, self.num_experts, self.top_k, self.format)
         except ValueError as error:
             raise PlanError(str(error)) from None

@@ -39,8 +39,8 @@ DEVICE Copies find_copies(const Params& p, Smem& smem, const Task& task, u32 slo
         scale_row_stride = 1;
         c.scale_group_stride = p.row_capacity;
     } else {
-        c.rows = quantizes_x(p) ? p.pool : p.x;
-        row_stride = quantizes_x(p) ? kHidden : p.x_stride;
+        c.rows = copies_x(p) ? p.pool : p.x;
+        row_stride = copies_x(p) ? kHidden * kElementBytes : p.x_stride;
         scales = quantizes_x(p) ? p.pool_scale : p.x_scale;
         scale_row_stride = quantizes_x(p) ? kXQuantScaleStride : p.x_scale_token_stride;
         c.scale_group_stride = quantizes_x(p) ? 1 : u32(p.x_scale_group_stride);
@@ -109,7 +109,7 @@ DEVICE void copy_k_block(Smem& smem, const Copies& c, u32 stage, u32 k) {
 }
 
 // Copies of k-blocks that may be under way before the oldest is looked at.
-constexpr u32 kCopiesAhead = min_of(kNumStages - 2, 6u);
+constexpr u32 kCopiesAhead = min_of(kNumStages - 2, 3u);
 
 // Tokens that are not in the order of channel_order.cuh: the oldest k-block's are put into it as soon as they are here.
 // The lanes that copied them do it, so they wait for nobody.
@@ -123,14 +123,14 @@ DEVICE void order_k_block(Smem& smem, const Copies& c, Ring<kNumStages>& oldest)
 DEVICE void role_gather(const Params& p, Smem& smem, const Head& head) {
     Ring<kNumTaskSlots> slot;
     Ring<kNumStages> ring;
-    if (quantizes_x(p)) wait_for_head(p, head);
+    if (copies_x(p)) wait_for_head(p, head);
     for (;; slot.advance()) {
         const Task task = next_task(p, smem, slot);
         if (task.phase == kDone) return;
         trace_task(p, task);
         if (task.phase == kGemm2) wait_for_mid(p, head, task.block);
         const Copies copies = find_copies(p, smem, task, slot.stage);
-        const bool orders = kHasChunkScales && task.phase == kGemm1 && !quantizes_x(p);
+        const bool orders = kHasChunkScales && task.phase == kGemm1 && !copies_x(p);
         Ring<kNumStages> oldest = ring;
         u32 k = task.k_begin;
         for (; k < task.k_end; ++k, ring.advance()) {

@@ -71,6 +71,8 @@ def test_work_counts_what_is_named():
     assert work.weight_bytes == 2 * layer.expert_bytes
     assert work.num_bytes == work.weight_bytes + layer.activation_bytes
     assert work.flop == 4 * 6 * 256 * 144
+    alone = work_of(replace(layer, gated=False), np.array([[0, 2], [2, -1], [4, 2]]))
+    assert alone.flop == 4 * 4 * 256 * 144 and alone.weight_bytes < work.weight_bytes
     none = work_of(layer, np.full((3, 2), -1))
     assert none.flop == none.weight_bytes == 0
     mean = mean_work([work, none])
@@ -306,6 +308,30 @@ def test_a_call_launches_with_its_activation(cupy, monkeypatch, format):
     call = measure.random_call(layer, 0, activation="geglu_erf")
     call.launch(None, None, None)
     assert seen[0]["activation"] == "geglu_erf"
+
+
+@pytest.mark.parametrize("args", [["--shapes", "S1,S2"], ["--model", "nemotron-3-nano-30b-a3b"]])
+def test_layers_without_a_gate(args, monkeypatch):
+    """Of S1 to S4 by the activation, of a model by its own or another."""
+    measured = []
+    monkeypatch.setattr("jitmoe.cli_bench._gpu", lambda: H200)
+    monkeypatch.setattr(
+        session, "run", lambda points, *_, **__: measured.append(points) or iter([])
+    )
+    assert invoke(*args, "--activation", "relu2_no_gate", "--format", "bf16").exit_code == 0
+    (points,) = measured
+    assert points.activation == Activation("relu2_no_gate")
+    assert not any(layer.gated for layer in points.layers.values())
+    assert invoke(*args, "--activation", "swiglu").exit_code == 0
+    assert all(layer.gated for layer in measured[1].layers.values())
+
+
+def test_weights_without_a_gate(cupy, monkeypatch):
+    cupy.cuda.runtime = SimpleNamespace(memGetInfo=lambda: (0, 0))
+    monkeypatch.setattr(measure, "ExpertWeights", lambda *given, **_: given)
+    for gated, rows in ((True, 2 * 144), (False, 144)):
+        _, codes = measure.weight_sets(replace(SMALL, gated=gated))
+        assert codes.w13.shape == (4, rows, 256)
 
 
 def test_kernels_built_ahead_have_the_activation(monkeypatch):

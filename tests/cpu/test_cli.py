@@ -144,6 +144,7 @@ def test_plan_as_json():
         "num_experts": 4,
         "top_k": 2,
         "format": "fp8_block",
+        "gated": True,
     }
     assert report["grid"] == [132, 1] and report["gpu"]["name"] == "H200"
     assert sum(len(range(*warps(role))) for role in report["roles"]) * 32 == report["num_threads"]
@@ -166,6 +167,22 @@ def test_layer_by_config(tmp_path):
     for path in (tmp_path, tmp_path / "config.json"):
         text = invoke("plan", "--config", path, "--ep", "2").stdout
         assert "my_moe, one rank of 2: 32 tokens, hidden 512, intermediate 320, 8 experts" in text
+
+
+def test_experts_without_a_gate():
+    """Of a preset, or by the activation; no order of gate and up then."""
+    text = invoke("plan", "--model", "nemotron-3-nano-30b-a3b", "--format", "bf16").stdout
+    assert "intermediate 1,856, 128 experts, top_k 6, in bf16, no gate" in text
+    options = ["--activation", "relu2_no_gate"]
+    report = json.loads(invoke("plan", *SMALL, *options, "--json").stdout)
+    assert report["plan"]["activation"] == "relu2_no_gate" and not report["problem"]["gated"]
+    floors = [json.loads(invoke("plan", *SMALL, *o, "--json").stdout) for o in ([], options)]
+    assert floors[1]["floor_math_us"] == pytest.approx(2 / 3 * floors[0]["floor_math_us"])
+    text = invoke("show", *SMALL, *options, "--plain").stdout
+    assert "constexpr u32 kGated = 0;" in text and "GEMMs, squared ReLU, re-quantise" in text
+    for command in ("plan", "show", "warmup", "emulate"):
+        message = refusal(command, *SMALL, *options, "--gate-up", "up_first")
+        assert "gate_up must be left at gate_first for experts without a gate" in message
 
 
 def test_a_model_brings_its_activation(tmp_path):

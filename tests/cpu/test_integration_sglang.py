@@ -19,9 +19,11 @@ from torch_layer import (  # noqa: E402
     BF16_LAYER,
     BF16_WEIGHTS,
     EXPERTS,
+    NO_GATE,
     WEIGHTS,
     error,
     fp8_layer,
+    no_gate_weights,
     quantized,
     quantized_by_token,
     tokens,
@@ -136,14 +138,29 @@ def test_configurations(adapter, changes, variant):
     assert not variant or error(run(given, **changes), given) > 1e-2, "the field matters"
 
 
+@pytest.mark.parametrize(
+    ("activation", "ours"),
+    [("relu2", "relu2_no_gate"), ("silu", "silu_no_gate"), ("gelu", "gelu_erf_no_gate")],
+)
+def test_experts_without_a_gate(adapter, activation, ours):
+    given = tokens(9)
+    w13, w2, *scales = no_gate_weights(NO_GATE)
+    quant = replace(QUANT, w13_weight=w13, w2_weight=w2, w13_scale=scales[0], w2_scale=scales[1])
+    config = replace(CONFIG, is_gated=False, activation=activation)
+    core = sglang.FACTORIES["jitmoe"](config)
+    y = core.run_from_dispatch(dispatched(given), quant, config).hidden_states
+    assert error(y, given, NO_GATE, activation=ours) < 4e-3
+
+
 # Refusals
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"is_gated": False}, "is_gated True, got False"),
         ({"activation": "relu2"}, "activation silu or gelu, got relu2"),
+        ({"is_gated": False, "activation": "tanh"}, "relu2, silu, gelu without a gate, got tanh"),
+        ({"is_gated": False, "swiglu_limit": 7.0}, "swiglu_limit None for silu without a gate"),
         ({"activation": "gelu", "swiglu_limit": 7.0}, "swiglu_limit None for gelu, got 7.0"),
         ({"activation": "gelu", "gemm1_alpha": 1.7}, "gemm1_alpha None for gelu"),
         ({"no_combine": True}, "no_combine False, got True"),

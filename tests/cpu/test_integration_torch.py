@@ -190,6 +190,21 @@ def test_variants(variant, has_out):
     assert not torch.equal(y, emulate(*given, *WEIGHTS))
 
 
+@pytest.mark.parametrize("layer", [torch_layer.NO_GATE, torch_layer.NO_GATE_BF16])
+def test_experts_without_a_gate(layer):
+    given, weights = tokens(9), torch_layer.no_gate_weights(layer)
+
+    def run(x, ids, router):
+        return emulate(x, ids, router, *weights, activation="relu2_no_gate")
+
+    y = run(*given)
+    assert error(y, given, layer, activation="relu2_no_gate") < 4e-3
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*given), y)
+    message = refusal(ValueError, lambda: emulate(*given, *weights))
+    assert "one of relu2_no_gate, " in message and "got 'swiglu'; take one" in message
+
+
 def test_batch_invariant(monkeypatch):
     """The argument gets to the layer; what it does there is tests/cpu/test_emulate_batches.py."""
     given, seen = tokens(5), []
