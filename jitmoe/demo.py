@@ -11,10 +11,10 @@ from importlib.util import find_spec
 import numpy as np
 from rich.console import Console
 
-from jitmoe import prebuild, reference
+from jitmoe import prebuild, quantize, reference
 from jitmoe.emulate.compile import NoHostCompiler
 from jitmoe.emulate.mega_moe import EmulatedLayer
-from jitmoe.fp8 import decode_e4m3, encode_bf16, quantize_tokens
+from jitmoe.fp8 import decode_e4m3, quantize_tokens
 from jitmoe.plan import heuristics
 from jitmoe.plan.formats import format_of
 from jitmoe.plan.gpu import gpu_spec
@@ -111,8 +111,7 @@ def emulated_error(
     plan = heuristics.plans_of_model(small, gpu_spec("h200"), **variant.plan_fields)[bucket]
     emulated = EmulatedLayer(plan, layer, max_tokens=num_tokens, num_blocks=3)
     tokens = reference.random_tokens(num_tokens, 256, 4, 2, seed=2, routing="unused")
-    quantizes = format_of(format).quantizes
-    x, x_scale = quantize_tokens(tokens.x) if quantizes else (encode_bf16(tokens.x), None)
+    x, x_scale = quantize.tokens(tokens.x, format)
     given = x if x_scale is None else (x, x_scale)
     y = emulated(given, tokens.topk_ids, tokens.topk_weights, variant)
     inputs = (x, x_scale, tokens.topk_ids, tokens.topk_weights, *layer)

@@ -6,8 +6,8 @@ import importlib
 from functools import cache
 from typing import NamedTuple
 
-from jitmoe import reference
-from jitmoe.fp8 import encode_bf16, quantize_tokens
+from jitmoe import quantize, reference
+from jitmoe.fp8 import encode_bf16
 from jitmoe.fused import mega_moe
 from jitmoe.plan.formats import FORMATS, format_of
 from jitmoe.plan.problem import MoeProblem
@@ -109,11 +109,8 @@ def random_call(
     tokens = reference.random_tokens(
         *sizes, seed, routing, cupy, outliers=outliers, zipf_exponent=zipf_exponent
     )
-    if not format_of(layer.format).quantizes:
-        bits = encode_bf16(tokens.x, cupy)
-        return Call(bits, bits, None, *tokens[1:], activation, layer.format)
-    codes, scale = quantize_tokens(tokens.x, cupy)
-    x = encode_bf16(tokens.x, cupy) if bf16 else (codes, scale)
+    codes, scale = quantize.tokens(tokens.x, layer.format, cupy)
+    x = codes if scale is None else encode_bf16(tokens.x, cupy) if bf16 else (codes, scale)
     return Call(x, codes, scale, *tokens[1:], activation, layer.format)
 
 

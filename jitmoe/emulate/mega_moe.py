@@ -45,7 +45,8 @@ class EmulatedLayer:
     """A layer, its kernel and its workspace: what outlives a launch.
 
     plan        a MegaMoePlan of the layer's sizes
-    layer       weights in the plan's format, as `reference.random_layer` makes them
+    layer       weights in the plan's format, as `reference.random_layer` makes them; scales of
+                MXFP4 may be packed
     max_tokens  room in the workspace
     num_blocks  blocks of the cooperative grid
     checked     whether data races and undefined behaviour are looked for: several times slower
@@ -72,7 +73,7 @@ class EmulatedLayer:
         if plan.has_chunk_scales:
             order = "interleaved" if plan.interleaved else "gate_first"  # or up: two halves
             self._scales = tuple(
-                pack_scales(scale, plan.format, gate_up)
+                scale if scale.itemsize == 4 else pack_scales(scale, plan.format, gate_up)
                 for scale, gate_up in zip(self._scales, (order, None), strict=True)
             )
         self.biases = biases and Biases(*map(np.ascontiguousarray, biases))
