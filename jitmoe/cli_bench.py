@@ -22,7 +22,6 @@ from jitmoe.cli_layer import (
     Json,
     Model,
     TopK,
-    check_is_plain,
     layer_shape,
     title,
 )
@@ -76,9 +75,8 @@ def bench(
         raise ValueError("name the layer in one way: --shapes, or --model, --config or sizes")
     if is_named:
         shape = layer_shape(model, config, *sizes)
-        check_is_plain(shape, "bench")
         layers = {title(shape, ep): shape.problem(0, ep, format)}
-        points = Points(layers, token_counts(tokens), routing, shape.activation)
+        points = Points(layers, token_counts(tokens), routing, shape.variant)
     else:
         names = ",".join(SHAPES) if shapes is None else shapes
         layers = named_shapes(names, format or "fp8_block")

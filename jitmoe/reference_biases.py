@@ -15,6 +15,11 @@ class Biases(NamedTuple):
     w13: Any
     w2: Any
 
+    @property
+    def arguments(self) -> dict:
+        """Of `reference.mega_moe` and `ExpertWeights`."""
+        return {"w13_bias": self.w13, "w2_bias": self.w2}
+
 
 def random_biases(num_experts: int, hidden: int, intermediate: int, seed: int, xp=np) -> Biases:
     """From N(0, 1), as f32 of bf16 values: as large as gate and up of random tokens."""
