@@ -151,8 +151,8 @@ def plan(
     """Print the plan of a layer: bucket, roles, shared memory, grid, floor. Needs no GPU."""
     from jitmoe.report import plan_report, print_plan
 
-    shape = layer_shape(model, config, hidden, intermediate, experts, top_k)
-    fields = layer_variant(shape, activation, gate_up, weight_on_input, bias).plan_fields
+    shape = layer_shape(model, config, hidden, intermediate, experts, top_k, activation)
+    fields = layer_variant(shape, gate_up, weight_on_input, bias).plan_fields
     report = plan_report(shape.problem(tokens, ep, format), _spec(gpu), **fields)
     note = shape.note if report["problem"]["format"] == shape.format else ""
     if as_json:
@@ -183,8 +183,8 @@ def show(
     from jitmoe.jit.render import render
     from jitmoe.plan.heuristics import choose
 
-    shape = layer_shape(model, config, hidden, intermediate, experts, top_k)
-    fields = layer_variant(shape, activation, gate_up, weight_on_input, bias).plan_fields
+    shape = layer_shape(model, config, hidden, intermediate, experts, top_k, activation)
+    fields = layer_variant(shape, gate_up, weight_on_input, bias).plan_fields
     text = render(choose(shape.problem(tokens, ep, format), _spec(gpu), **fields))
     if plain or not sys.stdout.isatty():
         typer.echo(text, nl=False)
@@ -214,8 +214,8 @@ def warmup(
     """Build every kernel a model needs into the disk cache. Needs no GPU."""
     from jitmoe.prebuild import model_plans, prebuild
 
-    shape = layer_shape(model, config, hidden, intermediate, experts, top_k)
-    fields = layer_variant(shape, activation, gate_up, weight_on_input, bias).plan_fields
+    shape = layer_shape(model, config, hidden, intermediate, experts, top_k, activation)
+    fields = layer_variant(shape, gate_up, weight_on_input, bias).plan_fields
     plans = model_plans(shape, ep, arch, format, **fields)
     if not prebuild(plans, jobs, _console()):
         raise typer.Exit(1)
@@ -237,6 +237,7 @@ def demo(
     model: Model = None,
     ep: Annotated[int | None, typer.Option(help="Ranks that share the experts.")] = None,
     format: Format = None,
+    activation: Activation = None,
     tokens: Annotated[
         list[int] | None, typer.Option(min=1, help="Tokens of a call; may be given several times.")
     ] = None,
@@ -244,9 +245,8 @@ def demo(
 ) -> None:
     """Run a layer and check it against the oracle. Without a GPU: build it, check the oracle."""
     from jitmoe.demo import demo as run_demo
-    from jitmoe.plan.models import model_shape
 
-    shape = model_shape(model or "deepseek-v3")
+    shape = layer_shape(model or "deepseek-v3", *[None] * 5, activation)
     default_ep = 8 if model is None else 1
     if not run_demo(
         _console(), shape, ep or default_ep, tokens or None, jobs, format or shape.format

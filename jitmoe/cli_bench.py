@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from jitmoe.cli_layer import (
+    Activation,
     Config,
     Ep,
     Experts,
@@ -36,6 +37,7 @@ def bench(
     top_k: TopK = None,
     ep: Ep = 1,
     format: Format = None,
+    activation: Activation = None,
     shapes: Annotated[
         str | None, typer.Option(help="Of S1,S2,S3,S4; all of them unless a layer is named.")
     ] = None,
@@ -68,19 +70,21 @@ def bench(
     relative error and the host's time for an eager call. Needs a Hopper GPU.
     """
     from jitmoe.bench.points import SHAPES, Points, named_shapes, token_counts
+    from jitmoe.plan.variant import Activation as Kind
+    from jitmoe.plan.variant import Variant
 
     sizes = (hidden, intermediate, experts, top_k)
     is_named = any(value is not None for value in (model, config, *sizes))
     if is_named and shapes is not None:
         raise ValueError("name the layer in one way: --shapes, or --model, --config or sizes")
     if is_named:
-        shape = layer_shape(model, config, *sizes)
+        shape = layer_shape(model, config, *sizes, activation)
         layers = {title(shape, ep): shape.problem(0, ep, format)}
         points = Points(layers, token_counts(tokens), routing, shape.variant)
     else:
-        names = ",".join(SHAPES) if shapes is None else shapes
-        layers = named_shapes(names, format or "fp8_block")
-        points = Points(layers, token_counts(tokens), routing)
+        names, kind = ",".join(SHAPES) if shapes is None else shapes, Kind(activation or "swiglu")
+        layers = named_shapes(names, format or "fp8_block", kind.gated)
+        points = Points(layers, token_counts(tokens), routing, Variant(kind))
     heats = ("cool",) * cool + ("hot",) * hot
     if not heats:
         raise ValueError("nothing is left to time: take --cool, --hot or both")

@@ -82,9 +82,10 @@ def emulate(
         "top_k": top_k,
     }
     named = any(value is not None for value in layer.values())
-    shape = layer_shape(**layer) if named else layer_shape(None, None, **SMALL_LAYER)
+    named_by = layer if named else layer | SMALL_LAYER
+    shape = layer_shape(**named_by, activation=activation)
     problem = shape.problem(tokens, ep, format)
-    variant = layer_variant(shape, activation, gate_up, weight_on_input, bias)
+    variant = layer_variant(shape, gate_up, weight_on_input, bias)
     kind = variant.activation.kind
     plan = choose(problem, gpu_spec("h200"), **variant.plan_fields)
     _warn_if_slow(*emulation.expected_seconds(problem, checked))

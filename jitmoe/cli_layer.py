@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +20,9 @@ Ep = Annotated[int, typer.Option(help="Ranks that share the experts.")]
 Activation = Annotated[
     str | None,
     typer.Option(
-        help="swiglu, swiglu_clamped, swiglu_oai, geglu_tanh or geglu_erf; default: the model's."
+        help="swiglu, swiglu_clamped, swiglu_oai, geglu_tanh, geglu_erf, reglu2, or of experts "
+        "without a gate relu2_no_gate, silu_no_gate, gelu_tanh_no_gate or gelu_erf_no_gate; "
+        "default: the model's."
     ),
 ]
 Format = Annotated[
@@ -42,8 +45,15 @@ Bias = Annotated[bool, typer.Option("--bias", help="Experts have biases; a model
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-def layer_shape(model, config, hidden, intermediate, experts, top_k):
-    """The ModelShape that the options name, from exactly one of the three sources."""
+def layer_shape(model, config, hidden, intermediate, experts, top_k, activation=None):
+    """The ModelShape that the options name, from exactly one of the three sources, with its own
+    activation or another.
+    """
+    shape = _shape(model, config, hidden, intermediate, experts, top_k)
+    return shape if activation is None else replace(shape, activation=activation)
+
+
+def _shape(model, config, hidden, intermediate, experts, top_k):
     from jitmoe.plan import models
 
     sizes = {
@@ -67,14 +77,12 @@ def layer_shape(model, config, hidden, intermediate, experts, top_k):
     return models.ModelShape("layer", hidden, intermediate, experts, top_k, "command line")
 
 
-def layer_variant(
-    shape, activation: str | None, gate_up: str | None, weight_on_input: bool, bias: bool
-):
+def layer_variant(shape, gate_up: str | None, weight_on_input: bool, bias: bool):
     """The Variant that the options name, and the shape's where they name none."""
     from jitmoe.plan import variant
 
     return variant.Variant(
-        activation or shape.activation,
+        shape.activation,
         apply_router_weight_on_input=weight_on_input,
         gate_up=shape.gate_up if gate_up is None else gate_up,
         has_bias=bias or shape.has_bias,

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from jitmoe.cli_layer import (
+    Activation,
     Config,
     Ep,
     Experts,
@@ -33,6 +34,7 @@ def trace(
     experts: Experts = None,
     top_k: TopK = None,
     ep: Ep = 1,
+    activation: Activation = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of the call.")] = 40,
     routing: Annotated[
         str,
@@ -71,7 +73,7 @@ def trace(
         emulated = takes_small = True
     if takes_small:
         layer, ep = {"model": None, "config": None} | SMALL_LAYER, 1
-    shape = layer_shape(**layer)
+    shape = layer_shape(**layer, activation=activation)
     traced = _run(shape.problem(tokens, ep), shape.variant, routing, emulated)
     traced.to_perfetto(out)
     if png is not None:

@@ -105,17 +105,19 @@ def demo_emulated(console: Console, variant: Variant, format: str = "fp8_block")
 
 def small_plans(variant: Variant, format: str) -> dict[str, MegaMoePlan]:
     """Of a small layer whose last tiles are ragged, by bucket."""
-    small = MoeProblem(1, 256, 224 if format_of(format).is_mx else 208, 4, 2, format)
+    intermediate = 224 if format_of(format).is_mx else 208
+    small = MoeProblem(1, 256, intermediate, 4, 2, format, gated=variant.activation.gated)
     return heuristics.plans_of_model(small, gpu_spec("h200"), **variant.plan_fields)
 
 
 def emulated_error(plan: MegaMoePlan, num_tokens: int, variant: Variant) -> float:
     """Relative error of an emulated launch against the oracle that rounds where the kernel does."""
     sizes, format = (plan.num_experts, plan.hidden, plan.intermediate), plan.format
-    layer = reference.random_layer(*sizes, seed=1, format=format)
+    gated = variant.activation.gated
+    layer = reference.random_layer(*sizes, seed=1, format=format, gated=gated)
     options, biases = variant.formula, None
     if variant.has_bias:
-        biases = random_biases(*sizes, seed=3)
+        biases = random_biases(*sizes, seed=3, gated=gated)
         options |= biases.arguments
     emulated = EmulatedLayer(plan, layer, max_tokens=num_tokens, num_blocks=3, biases=biases)
     shape = plan.hidden, plan.num_experts, plan.top_k

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from jitmoe.arguments import Fit, check_call, read_call, split_x
 from jitmoe.plan.mega_moe import MegaMoePlan
 from jitmoe.plan.spread import stride
-from jitmoe.plan.variant import Activation, Variant
+from jitmoe.plan.variant import KINDS, Activation, Variant
 from jitmoe.planned import bucket_edges, find_plan
 from jitmoe.prepare import prepare
 from jitmoe.run import arrays
@@ -56,7 +56,9 @@ def mega_moe(
     topk_weights  [num_tokens, top_k] f32 or bf16
     weights       ExpertWeights
     activation    an Activation, or the name of a kind: swiglu, swiglu_clamped, swiglu_oai,
-                  geglu_tanh, geglu_erf
+                  geglu_tanh, geglu_erf, reglu2; or of experts without a gate, whose mid is that of
+                  w13[e] @ x[t] alone: relu2_no_gate, silu_no_gate, gelu_tanh_no_gate,
+                  gelu_erf_no_gate
     routed_scaling_factor
                   multiplies y
     apply_router_weight_on_input
@@ -239,7 +241,9 @@ def workspace_bytes(weights: ExpertWeights, num_tokens: int, top_k: int) -> int:
     these weights; on an H200, if they are NumPy arrays.
     """
     weights.problem(num_tokens, top_k)  # refuses sizes there is no kernel for
-    plan = find_plan(weights, num_tokens, top_k, Variant(**weights.variant_fields))
+    kind = next(kind for kind in KINDS if Activation(kind).gated == weights.gated)
+    variant = Variant(kind, **weights.variant_fields)  # all kinds need as much
+    plan = find_plan(weights, num_tokens, top_k, variant)
     return plan.workspace_bytes(num_tokens)
 
 

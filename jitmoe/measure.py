@@ -89,8 +89,10 @@ def random_experts(
 ) -> Experts:
     """Those of `reference.random_layer`, with biases where the variant has them."""
     sizes = layer.num_experts, layer.hidden, layer.intermediate
-    made = reference.random_layer(*sizes, seed, xp, outliers, layer.format)
-    return Experts(made, random_biases(*sizes, seed + 1, xp) if variant.has_bias else None)
+    made = reference.random_layer(*sizes, seed, xp, outliers, layer.format, layer.gated)
+    if not variant.has_bias:
+        return Experts(made)
+    return Experts(made, random_biases(*sizes, seed + 1, xp, layer.gated))
 
 
 def weight_sets(layer: MoeProblem, outliers: int = 0, variant: Variant = DEFAULT):

@@ -21,8 +21,8 @@ _MIDDLES = (_MAGNITUDES[1:] + _MAGNITUDES[:-1]) / 2
 _MAX_EXPONENT = 2  # of 6.0
 # Words of the scales of a k-block's four groups, in the order of math's threads: see pack_scales.
 _TILE_ROWS, _K_GROUPS = 256, 4
-# What packed codes are larger by: kernels expand weights to numbers that are 2^-6 and 2^-126 as large
-# (templates/roles/accumulate_mxfp4_*.cuh).
+# What packed codes are larger by: kernels expand weights to numbers that are 2^-6 and 2^-126 as
+# large (templates/roles/accumulate_mxfp4_*.cuh).
 _SCALE_OFFSETS = {"mxfp4_fp8": 6, "mxfp4_bf16": 66}
 
 
@@ -75,7 +75,7 @@ def pack_scales(scales, format: str, gate_up: str | None, xp=np):
 
     scales   [num_experts, rows, cols / 32] uint8 (e8m0)
     format   of formats.FORMATS
-    gate_up  of w13 the order of its rows (variant.GATE_UP), None for w2
+    gate_up  of w13 the order of its rows (variant.GATE_UP), None for w2 and without a gate
     returns  uint32 [num_experts, tiles, ceil(cols / 128), 256]: a word has a row's scales of the
              k-block, and the words of a tile's rows are in the order of
              templates/roles/mxfp4.cuh, chunk_scales

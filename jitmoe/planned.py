@@ -5,7 +5,7 @@ from __future__ import annotations
 from jitmoe.plan import heuristics
 from jitmoe.plan.gpu import gpu_spec
 from jitmoe.plan.mega_moe import MegaMoePlan
-from jitmoe.plan.variant import Variant
+from jitmoe.plan.variant import KINDS, Activation, Variant
 from jitmoe.run.arrays import HOST
 from jitmoe.run.driver import device_spec
 from jitmoe.weights import ExpertWeights
@@ -19,8 +19,10 @@ def find_plan(
     given: MegaMoePlan | None = None,
 ) -> MegaMoePlan:
     """The plan that was given, if it fits, else the heuristic's: one for each bucket and variant.
-    Weights on the host get that of an H200.
+    Weights on the host get that of an H200. Raises ValueError for a plan that does not fit, and for
+    an activation of experts with a gate where those of the weights have none, or the reverse.
     """
+    _check_gate(weights, variant)
     fields = variant.plan_fields
     if given is not None:
         _check_plan(given, weights, top_k, fields)
@@ -47,6 +49,17 @@ def _decode_limit(weights: ExpertWeights, top_k: int) -> int:
     if limit is None:
         limit = weights.memo[key] = heuristics.decode_limit(weights.problem(0, top_k))
     return limit
+
+
+def _check_gate(weights: ExpertWeights, variant: Variant) -> None:
+    if weights.gated == variant.activation.gated:
+        return
+    kinds = ", ".join(kind for kind in KINDS if Activation(kind).gated == weights.gated)
+    raise ValueError(
+        f"w13 has {weights.w13.shape[1]:,} rows for {weights.intermediate:,} channels of w2: "
+        f"activation must be one of {kinds}, got {variant.activation.kind!r}; take one of experts "
+        f"with{'out' * (not weights.gated)} a gate"
+    )
 
 
 def _check_plan(plan: MegaMoePlan, weights: ExpertWeights, top_k: int, fields: dict) -> None:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from jitmoe.plan.formats import format_of
 from jitmoe.plan.mega_moe import MegaMoePlan
+from jitmoe.run.arrays import DeviceArray
 from jitmoe.run.driver import is_capturing
 from jitmoe.run.launch import Kernel, ParamBlock, load, loaded
 from jitmoe.run.tma import encode_u8_map
@@ -83,31 +84,42 @@ def _weight_maps(weights: ExpertWeights, plan: MegaMoePlan) -> tuple[bytes, byte
     bytes, whatever the format.
 
     The map of w13 has dimensions (hidden, 8 channels, gate | up, intermediate / 8, expert), so that
-    one box lands gate and up in alternating groups of 8 rows, whatever order they lie in.
+    one box lands gate and up in alternating groups of 8 rows, whatever order they lie in. Without a
+    gate it is as that of w2.
     """
     key = "weight_maps"
     if key not in weights.memo:
-        w13, w2, half = weights.w13, weights.w2, weights.intermediate
-        row_bytes = format_of(plan.format).weight_bytes
-        width = 2 if plan.format == "bf16" else 1  # of an element
-        expert_13, row_13 = (width * stride for stride in w13.strides[:2])
-        expert_2, row_2 = (width * stride for stride in w2.strides[:2])
-        channel, up = (2, 1) if plan.interleaved else (1, half)  # rows from one to the next
         weights.memo[key] = (
-            encode_u8_map(
-                w13.ptr,
-                [row_bytes(weights.hidden), 8, 2, half // 8, weights.num_experts],
-                [channel * row_13, up * row_13, 8 * channel * row_13, expert_13],
-                [plan.weight_k_bytes, 8, 2, plan.block_rows // 16, 1],
-            ),
-            encode_u8_map(
-                w2.ptr,
-                [row_bytes(half), weights.hidden, weights.num_experts],
-                [row_2, expert_2],
-                [plan.weight_k_bytes, plan.block_rows, 1],
-            ),
+            _gated_map(weights, plan) if weights.gated else _row_map(weights.w13, plan),
+            _row_map(weights.w2, plan),
         )
     return weights.memo[key]
+
+
+def _gated_map(weights: ExpertWeights, plan: MegaMoePlan) -> bytes:
+    w13, half = weights.w13, weights.intermediate
+    width, expert, row = _widths(w13, plan)
+    channel, up = (2, 1) if plan.interleaved else (1, half)  # rows from one to the next
+    return encode_u8_map(
+        w13.ptr,
+        [width, 8, 2, half // 8, weights.num_experts],
+        [channel * row, up * row, 8 * channel * row, expert],
+        [plan.weight_k_bytes, 8, 2, plan.block_rows // 16, 1],
+    )
+
+
+def _row_map(tensor: DeviceArray, plan: MegaMoePlan) -> bytes:
+    """Dimensions (columns, rows, expert)."""
+    width, expert, row = _widths(tensor, plan)
+    num_experts, num_rows, _ = tensor.shape
+    box = [plan.weight_k_bytes, plan.block_rows, 1]
+    return encode_u8_map(tensor.ptr, [width, num_rows, num_experts], [row, expert], box)
+
+
+def _widths(tensor: DeviceArray, plan: MegaMoePlan) -> tuple[int, int, int]:
+    """Bytes of a row, and from expert to expert and row to row."""
+    element = 2 if plan.format == "bf16" else 1
+    return tuple(element * n for n in (tensor.shape[2], *tensor.strides[:2]))
 
 
 def _token_maps(weights, plan: MegaMoePlan, memory: dict, row_capacity: int) -> tuple[bytes, ...]:

@@ -14,7 +14,7 @@ from jitmoe import quantize
 from jitmoe.fp8 import dequantize_tokens, quantize_tokens, round_bf16, to_float
 from jitmoe.plan.formats import format_of
 from jitmoe.plan.variant import Activation, check_gate_up
-from jitmoe.reference_activations import activate
+from jitmoe.reference_activations import activate, split
 from jitmoe.reference_weights import expert_weights
 
 ROUTINGS = ("uniform", "zipf", "hot_expert", "one_expert", "unused", "duplicates")
@@ -45,11 +45,11 @@ def mega_moe(
     """y[t] = factor * sum over slots s of topk_weights[t, s] * mid @ w2[e].T
 
     with e = topk_ids[t, s] - first_expert, mid = activate(gate, up, activation), by default
-    silu(gate) * up, and factor = routed_scaling_factor (DeepSeek-V3, inference/model.py, Gate: it
-    multiplies the router weights). With apply_router_weight_on_input, topk_weights[t, s] multiplies
-    the token instead, and by that gate and up (Llama 4, modeling_llama4.py of transformers,
-    Llama4TextMoe). Biases are added to gate and up, which weights on tokens have multiplied, and to
-    mid @ w2[e].T before it is weighted (gpt-oss, gpt_oss/torch/model.py, MLPBlock).
+    silu(gate) * up, or without a gate activate(w13[e] @ x[t], None, activation), and factor =
+    routed_scaling_factor (DeepSeek-V3, inference/model.py, Gate: it multiplies the router weights).
+    With apply_router_weight_on_input, topk_weights[t, s] multiplies the token instead, and by that
+    gate and up (Llama 4, modeling_llama4.py of transformers, Llama4TextMoe). Biases are added to
+    gate and up so multiplied, and to mid @ w2[e].T before it is weighted (gpt-oss, MLPBlock).
 
     x             [num_tokens, hidden] e4m3; or float or bf16 bits, with x_scale None, which
                   `quantize_tokens` then quantises, unless the format multiplies in bf16
@@ -59,7 +59,8 @@ def mega_moe(
     topk_weights  [num_tokens, top_k] float or bf16 bits
     w13           [num_experts, 2*intermediate, hidden] e4m3; or float or bf16 bits, with scales
                   None; gate rows first, or up rows first with gate_up="up_first", or by turns with
-                  gate_up="interleaved"
+                  gate_up="interleaved"; without a gate [num_experts, intermediate, hidden], and so
+                  below: `intermediate` instead of twice it
     w13_scale     [num_experts, ceil(2*intermediate/128), hidden/128] by absolute row: unless
                   intermediate is a multiple of 128, one block holds the end of the first half and
                   the start of the second; of interleaved rows, 64 of each. Or of channels
@@ -80,6 +81,7 @@ def mega_moe(
     Raises ValueError for shapes that do not fit each other.
     """
     check_gate_up(gate_up)
+    gated = Activation.of(activation).gated
     form = format_of(format or ("bf16" if w13_scale is None else "fp8_block"))
     if form.quantizes and x_scale is None:
         x, x_scale = quantize_tokens(x, xp)
@@ -87,7 +89,8 @@ def mega_moe(
     packed = 2 if form.is_mx else 1
     num_experts, intermediate = w2.shape[0], packed * w2.shape[2]
     top_k = topk_ids.shape[1]
-    if w13.shape != (num_experts, 2 * intermediate, hidden // packed) or w2.shape[1] != hidden:
+    rows = intermediate * (2 if gated else 1)
+    if w13.shape != (num_experts, rows, hidden // packed) or w2.shape[1] != hidden:
         raise ValueError(f"x {x.shape}, w13 {w13.shape} and w2 {w2.shape} do not fit each other")
     if not topk_ids.shape == topk_weights.shape == (num_tokens, top_k):
         raise ValueError(
@@ -115,13 +118,8 @@ def mega_moe(
             gate_and_up, pair_weights = pair_weights * gate_and_up, 1.0
         if w13_bias is not None:
             gate_and_up = gate_and_up + to_float(w13_bias[expert], xp.float64, xp)
-        if gate_up == "interleaved":
-            gate, up = gate_and_up[:, ::2], gate_and_up[:, 1::2]
-        else:
-            gate, up = gate_and_up[:, :intermediate], gate_and_up[:, intermediate:]
-        if gate_up == "up_first":
-            gate, up = up, gate
-        mid = activate(gate, up, activation, xp)
+        halves = split(gate_and_up, gate_up) if gated else (gate_and_up, None)
+        mid = activate(*halves, activation, xp)
         factors = bias_factors = routed_scaling_factor * pair_weights
         if requantize and form.quantizes:
             mid = dequantize_tokens(*quantize_tokens(mid, xp), xp)
@@ -205,9 +203,10 @@ def random_layer(
     xp=np,
     outliers: int = 0,
     format: str = "fp8_block",
+    gated: bool = True,
 ) -> Layer:
     """Weights from N(0, 1) / sqrt(K), made and brought into a format of `plan.formats` one expert
-    at a time where `xp` lives.
+    at a time where `xp` lives; w13 of experts with a gate or without.
 
     In each matrix, `outliers` input channels are 30 times as large. NumPy and CuPy draw different
     numbers from one seed.
@@ -215,7 +214,8 @@ def random_layer(
     rng = xp.random.default_rng(seed)
     codes, factors = ([], []), ([], [])  # of w13 and of w2
     for _ in range(num_experts):
-        for idx, (rows, cols) in enumerate(((2 * intermediate, hidden), (hidden, intermediate))):
+        w13_rows = intermediate * (2 if gated else 1)
+        for idx, (rows, cols) in enumerate(((w13_rows, hidden), (hidden, intermediate))):
             w = rng.standard_normal((rows, cols), dtype=xp.float32) * xp.float32(cols**-0.5)
             _enlarge_channels(w, outliers, rng, xp)
             expert_codes, expert_factors = quantize.weights(w, format, xp)

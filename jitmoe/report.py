@@ -70,7 +70,7 @@ def print_plan(console: Console, title: str, report: dict, note: str = "") -> No
     facts = {
         "layer": f"{title}: {layer['num_tokens']:,} tokens, hidden {layer['hidden']:,}, "
         f"intermediate {layer['intermediate']:,}, {layer['num_experts']} experts, "
-        f"top_k {layer['top_k']}, in {layer['format']}",
+        f"top_k {layer['top_k']}, in {layer['format']}{', no gate' * (not layer['gated'])}",
         "bucket": f"{report['bucket']}, which serves {low:,} to {high:,} tokens of this layer "
         f"({report['tokens_per_active_expert']:.1f} a busy expert now)",
         "kernel": f"{report['kernel']} for {report['arch']}, "

@@ -10,7 +10,7 @@ import numpy as np
 from jitmoe.plan.formats import FORMATS, SCALES, format_of
 from jitmoe.plan.problem import MX_GROUP, MoeProblem
 from jitmoe.plan.scales import check_scales, kind_of, weight_strides
-from jitmoe.plan.variant import check_gate_up
+from jitmoe.plan.variant import check_gate_up, check_no_gate
 from jitmoe.run.arrays import HOST, check_array, check_dense, check_rows, host_view, view
 from jitmoe.weight_scales import read_mx_scale, read_scale
 
@@ -50,7 +50,8 @@ class ExpertWeights:
     """Views of the experts' weights, FP8, bf16 or MXFP4, validated once.
 
     w13        [num_experts, 2 * intermediate, hidden] e4m3 or bf16 (or uint8 or uint16 of the same
-               bits): gate rows first, then up, or as gate_up says
+               bits): gate rows first, then up, or as gate_up says; of experts without a gate
+               [num_experts, intermediate, hidden], and below `intermediate` instead of twice it
     w2         [num_experts, hidden, intermediate] of the same dtype
                MXFP4: uint8 of half as many columns, two e2m1 codes each, the first in the low half
                (gpt-oss's blocks with their last two dimensions as one)
@@ -69,7 +70,8 @@ class ExpertWeights:
     w2_bias    [num_experts, hidden] of the same dtype: added to what an expert gives. Both or none:
                zeros stand for one that is missing
     gate_up    "gate_first", "up_first" or "interleaved" (gate, up, gate, up, ...): the order of
-               rows in w13, w13_bias and w13_scale, whose blocks are of 128 rows as they lie
+               rows in w13, w13_bias and w13_scale, whose blocks are of 128 rows as they lie; the
+               default without a gate
     scales     "block", "channel" or "tensor": the kind of both (default: by their shapes, "block"
                where those of a tiny layer fit two)
     format     "mxfp4_fp8" or "mxfp4_bf16" for MXFP4, whose tokens are multiplied in e4m3 or in
@@ -85,7 +87,8 @@ class ExpertWeights:
     another host array or a mixture and ValueError, one sentence, for shapes, dtypes, strides or
     devices that do not fit.
 
-    `format` is one of jitmoe.plan.formats.FORMATS.
+    `format` is one of jitmoe.plan.formats.FORMATS; `gated` whether w13 has more rows than w2 has
+    channels.
     """
 
     def __init__(
@@ -119,14 +122,18 @@ class ExpertWeights:
             self.format = self._find_format(scales)
         self.tensors = (w13, w2, w13_scale, w2_scale)  # they keep the memory alive
         form = format_of(self.format)
-        if len(self.w13.shape) != 3 or self.w13.shape[1] % 2:
+        packed = 2 if form.is_mx else 1
+        self.gated = self.w13.shape[1:2] != tuple(packed * n for n in self.w2.shape[2:])
+        if len(self.w13.shape) != 3 or (self.gated and self.w13.shape[1] % 2):
             raise ValueError(
                 "w13 must have shape [num_experts, 2 * intermediate, hidden], "
                 f"got {list(self.w13.shape)}; stack the gate rows of each expert on its up rows"
             )
+        if not self.gated:
+            check_no_gate(gate_up)
         self.num_experts, rows, columns = self.w13.shape
-        self.hidden = columns * 2 if form.is_mx else columns
-        self.intermediate = rows // 2
+        self.hidden = packed * columns
+        self.intermediate = rows // 2 if self.gated else rows
         self.device = self.w13.device
         self.problem(0, 1)  # refuses sizes there is no kernel for
         e, h, i = self.num_experts, self.hidden, self.intermediate
@@ -180,12 +187,12 @@ class ExpertWeights:
     def _pack_scales(self, read) -> None:
         """MXFP4's, in the order of the kernel."""
         sizes = {
-            "w13_scale": (self.num_experts, 2 * self.intermediate, self.hidden // MX_GROUP),
+            "w13_scale": (*self.w13.shape[:2], self.hidden // MX_GROUP),
             "w2_scale": (self.num_experts, self.hidden, self.intermediate // MX_GROUP),
         }
         scales = []
         for (name, shape), given in zip(sizes.items(), self.tensors[2:], strict=True):
-            order = self.gate_up if name == "w13_scale" else None
+            order = self.gate_up if name == "w13_scale" and self.gated else None
             place = read, self.device
             packed, seen = read_mx_scale(given, name, shape, *place, self.format, order)
             scales.append(packed)
@@ -198,7 +205,8 @@ class ExpertWeights:
             check_array(scale, name, scale.shape, ("f32", "e8m0", "u8"), self.device, "")
         sizes = self.num_experts, self.hidden, self.intermediate
         kinds = SCALES if said is None else (said,)
-        kind = kind_of(*(scale.shape for scale in scales.values()), *sizes, kinds)
+        shapes = (scale.shape for scale in scales.values())
+        kind = kind_of(*shapes, *sizes, kinds, self.gated)
         if kind == "block":
             for name, scale in scales.items():
                 check_dense(scale, name)
@@ -206,13 +214,12 @@ class ExpertWeights:
 
     def problem(self, num_tokens: int, top_k: int) -> MoeProblem:
         """A call's sizes. Raises ValueError for those there is no kernel for."""
-        return MoeProblem(
-            num_tokens, self.hidden, self.intermediate, self.num_experts, top_k, self.format
-        )
+        sizes = num_tokens, self.hidden, self.intermediate, self.num_experts, top_k
+        return MoeProblem(*sizes, self.format, self.gated)
 
     def _read_biases(self, read) -> None:
         dtypes, biases = ("bf16", "u16", "f32"), []
-        rows = {"w13_bias": 2 * self.intermediate, "w2_bias": self.hidden}
+        rows = {"w13_bias": self.w13.shape[1], "w2_bias": self.hidden}
         for (name, num_rows), tensor in zip(rows.items(), self.bias_tensors, strict=True):
             if tensor is None:
                 raise ValueError(
@@ -245,7 +252,7 @@ class ExpertWeights:
         device = "host" if self.device == HOST else self.device
         order = "" if self.gate_up == "gate_first" else f", gate_up={self.gate_up!r}"
         kind = "" if self.format == "fp8_block" else f", format={self.format!r}"
-        kind += ", biases" * self.has_bias
+        kind += ", no gate" * (not self.gated) + ", biases" * self.has_bias
         return (
             f"ExpertWeights(num_experts={self.num_experts}, hidden={self.hidden}, "
             f"intermediate={self.intermediate}, device={device}{kind}{order})"
@@ -254,9 +261,9 @@ class ExpertWeights:
     @cached_property
     def num_bytes(self) -> int:
         """Bytes of weights and scales."""
-        weights = 3 * self.num_experts * self.hidden * self.intermediate
+        elements = prod(self.w13.shape) + prod(self.w2.shape)
         scales = sum(prod(s.shape) for s in (self.w13_scale, self.w2_scale) if s is not None)
-        return format_of(self.format).weight_bytes(weights) + 4 * scales
+        return elements * (2 if self.format == "bf16" else 1) + 4 * scales
 
     @cached_property
     def scale_addresses(self) -> tuple[int, int]:

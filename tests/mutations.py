@@ -34,6 +34,7 @@ from jitmoe.plan.gpu import GPUS
 from jitmoe.plan.heuristics import plans_of_model
 from jitmoe.plan.mega_moe import MegaMoePlan
 from jitmoe.plan.problem import MoeProblem
+from jitmoe.plan.variant import is_gated
 from jitmoe.reference_biases import Biases, random_biases
 
 SEEDS = 4  # schedules a case is tried with
@@ -56,7 +57,13 @@ REPLACEMENTS = (
     (r"wgmma_wait<1>", "wgmma_wait<2>"),
     (r"\.parity\(\)", ".empty_parity()"),
     (r"\.empty_parity\(\)", ".parity()"),
-    (r"swizzle_128\((\w+), (\w+)\)", r"(\1 * 128 + \2 * 16)"),
+    (r"wait_for_copy_groups<kCopiesAhead>", "wait_for_copy_groups<kCopiesAhead + 1>"),
+    (r"swizzle_128\((\w+), ([^()]*)\)", r"(\1 * 128 + (\2) * 16)"),
+    (r" \^ (?:swizzle|at|i \* 16)\b", ""),
+    (r"\bm == 0 \?", "true ?"),
+    (r"\bhalf == 0 \?", "true ?"),
+    (r"0x6420\b", "0x7531"),
+    (r"0x5410\b", "0x7632"),
     (r"parity \^ 1", "parity"),
     (r"\) wanted = slot;", ") wanted = wanted;"),
     (r"is_stale \|=", "is_stale ="),
@@ -69,7 +76,7 @@ REPLACEMENTS = (
 # Terms of addresses and coordinates; each becomes 0.
 TERMS = (
     r"descriptor_step\([^()]*\)",
-    r"\bk \* kBlockKBytes",
+    r"\bk \* k(?:Block|Weight|Token)KBytes",
     r"k \* part / parts",
     r"\btask\.k_begin\b",
     r"u64\(tile \* parts\)",
@@ -92,7 +99,22 @@ TERMS = (
     r"lane \* 16\b",
     r"share\.warp \* (?:8|16)",
     r"\blane / (?:4|8|16) \* 8|\blane / 16 \* 8",
-    r"row \* Copies::kRowsApart \* 128",
+    r"row \* Copies::kRowsApart \* kBlockKBytes",
+    r"piece \* kOrderedBytes",
+    r"in_row / kBlockKBytes \* \([^()]*\)",
+    r"channel / 32 \* (?:32|64)",
+    r"channel % 32 / 2",
+    r"task\.expert \* \([^()]*\)",
+    r"u64\(tile\) \* \([^()]*\)",
+    r"(?<=\) \+ )k(?=\) \* kBlockRows)",
+    r"stage \* kWeightTileBytes",
+    r"half \* 8\b",
+    r"warp_idx\(\) % 4(?: \* 16)?",
+    r"lane_idx\(\) (?:/ 4|% 4 \* 4)",
+    r"first_row / 32",
+    r"\bwarp \* 8\b",
+    r"\b8 \* c\b",
+    r"\(first \+ \w\) (?:/|%) \w+(?: \* (?:kHalfTile|64))?",
     r"u64\(ahead\[i\]\) \* 16",
     r"chunk \* 16",
     r"u64\(i\) \* kHidden",
@@ -179,8 +201,10 @@ class Case:
 def _case(bucket: str, sizes: tuple[int, ...], tokens, routing="unused", **changes) -> Case:
     names = ("num_blocks", "overlap", "small_parts", "schedules")
     options = {name: changes.pop(name) for name in names if name in changes}
-    problem = MoeProblem(1, *sizes, changes.pop("format", "fp8_block"))
-    plan = plans_of_model(problem, GPUS["h200"])[bucket]
+    activation = changes.pop("activation", "swiglu")
+    format, gated = changes.pop("format", "fp8_block"), is_gated(activation)
+    problem = MoeProblem(1, *sizes, format, gated)
+    plan = plans_of_model(problem, GPUS["h200"], activation=activation)[bucket]
     return Case(dataclasses.replace(plan, num_stages=3, **changes), tokens, routing, **options)
 
 
@@ -209,6 +233,17 @@ CASES = (
     # Rows of bf16 that end inside a k-block; tiles that take tokens of their expert along.
     _case("decode", (144, 208, 3, 2), (5, 40, 12), overlap=True, format="bf16"),
     _case("prefill", (272, 144, 2, 2), (140, 133, 30), "hot_expert", format="bf16"),
+    # Without a gate a tile has two groups of channels, the last but one.
+    _case("decode", (256, 272, 8, 2), (5, 40, 12), "one_expert", activation="relu2_no_gate"),
+    _case("prefill", (256, 272, 2, 2), (140, 30), "hot_expert", activation="relu2_no_gate"),
+    # MXFP4 beside tokens in e4m3 and bf16: tiles of all widths, whole and in parts, rows of weights
+    # and tokens that end inside a k-block.
+    _case("decode", (384, 96, 4, 2), (70, 5, 20), overlap=True, format="mxfp4_fp8"),
+    _case("decode", (352, 160, 3, 2), (5, 40, 12), overlap=True, format="mxfp4_bf16"),
+    _case(
+        *("decode", (512, 256, 4, 2), (5, 3), "one_expert"),
+        **{"num_blocks": 6, "small_parts": True, "format": "mxfp4_fp8"},
+    ),
     # A block that comes to its first task when others have taken it as an orphan.
     _case("decode", (128, 48, 8, 2), (2, 2, 3), num_blocks=4, overlap=True, schedules=2),
     _case("decode", (384, 80, 4, 2), (70, 5), format="fp8_channel"),
@@ -281,7 +316,8 @@ def all_mutants() -> list[Mutant]:
 def layer_of(case: Case) -> reference.Layer:
     plan = case.plan
     sizes = plan.num_experts, plan.hidden, plan.intermediate
-    layer = reference.random_layer(*sizes, seed=0, format=plan.format)
+    kind = {"format": plan.format, "gated": is_gated(plan.activation)}
+    layer = reference.random_layer(*sizes, seed=0, **kind)
     if plan.format != "fp8_channel":
         return layer
     # Channels apart from each other: a wrong scale shows.
@@ -309,7 +345,8 @@ def launch_of(case: Case, num_tokens: int) -> tuple[reference.Tokens, np.ndarray
     inputs = (x, scale, tokens.topk_ids, tokens.topk_weights, *layer_of(case))
     w13_bias, w2_bias = biases_of(case) or (None, None)
     biases = {"w13_bias": w13_bias, "w2_bias": w2_bias}
-    return tokens, reference.mega_moe(*inputs, requantize=True, **biases)
+    options = {"requantize": True, "format": plan.format, "activation": plan.activation}
+    return tokens, reference.mega_moe(*inputs, **options, **biases)
 
 
 def outputs(emulated: EmulatedLayer, case: Case, seed: int) -> Iterator[np.ndarray]:

@@ -85,6 +85,7 @@ LANGUAGE_MODELS = {
     "MiniMaxM3VLTextConfig": {},
     "Mistral4Config": {"class": "Mistral4ForCausalLM"},
     "MixtralConfig": {},
+    "NemotronHConfig": {"layers_block_type": ["attention", "moe"]},
     "OlmoeConfig": {},
     "PhimoeConfig": {},
     "Qwen2MoeConfig": {},
@@ -115,15 +116,14 @@ BODIES = {
     "UnlimitedOcrTextConfig": {"class": "UnlimitedOcrTextModel"},
 }
 # Those that transformers cannot make FP8 experts of.
-NOT_IN_FP8 = {"AriaTextConfig", "GptOssConfig", "Lfm2MoeConfig"}
+NOT_IN_FP8 = {"AriaTextConfig", "GptOssConfig", "Lfm2MoeConfig", "NemotronHConfig"}
 # Experts that do not go through the interface, by the folders of their models: they stay eager.
 EAGER = {"dbrx", "jetmoe", "llama4", "longcat_flash", "step3p7"}
 # Those that are refused, and the words of it.
 REFUSED = {
-    "Inkling2LoopTextConfig": ({}, "needs activation silu or gelu, got Inkling2LoopSoftcapped"),
-    "Inkling2TextConfig": ({}, "needs activation silu or gelu, got Inkling2SoftcappedSwiGLU"),
+    "Inkling2LoopTextConfig": ({}, "silu, gelu or relu2, got Inkling2LoopSoftcapped"),
+    "Inkling2TextConfig": ({}, "silu, gelu or relu2, got Inkling2SoftcappedSwiGLU"),
     "MuseSparkTextConfig": ({"class": "MuseSparkTextModel"}, "needs has_post_expert_norm False"),
-    "NemotronHConfig": ({}, "needs has_gate True, got False"),
 }
 
 

@@ -21,6 +21,19 @@ BF16_LAYER = reference.random_layer(EXPERTS, HIDDEN, INTERMEDIATE, seed=1, forma
 BF16_WEIGHTS = tuple(
     torch.from_numpy(part).view(torch.bfloat16) for part in (BF16_LAYER.w13, BF16_LAYER.w2)
 )
+# Experts without a gate, in bf16 and in FP8.
+NO_GATE_BF16, NO_GATE = (
+    reference.random_layer(EXPERTS, HIDDEN, INTERMEDIATE, seed=1, format=format, gated=False)
+    for format in ("bf16", "fp8_block")
+)
+
+
+def no_gate_weights(layer):
+    """Of NO_GATE_BF16 or NO_GATE, in the order of WEIGHTS."""
+    dtype = torch.bfloat16 if layer.w13_scale is None else torch.float8_e4m3fn
+    weights = [torch.from_numpy(part).view(dtype) for part in (layer.w13, layer.w2)]
+    scales = (layer.w13_scale, layer.w2_scale)
+    return (*weights, *(torch.from_numpy(scale) for scale in scales if scale is not None))
 
 
 def fp8_layer(scales: str):

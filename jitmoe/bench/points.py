@@ -51,15 +51,17 @@ class Points:
         return len(self.layers) * len(self.tokens)
 
 
-def named_shapes(names: str, format: str = "fp8_block") -> dict[str, MoeProblem]:
-    """Of "S1,S4" the shapes of those names, of weights in a format of
-    `plan.formats.FORMATS`. Raises ValueError for another name.
+def named_shapes(
+    names: str, format: str = "fp8_block", gated: bool = True
+) -> dict[str, MoeProblem]:
+    """Of "S1,S4" the shapes of those names, of weights in a format of `plan.formats.FORMATS` and
+    of experts with a gate or without. Raises ValueError for another name.
     """
     keys = [name.strip().upper() for name in names.split(",")]
     for key in keys:
         if key not in SHAPES:
             raise ValueError(f"shapes must be of {', '.join(SHAPES)}, got {key!r} in {names!r}")
-    return {key: replace(SHAPES[key], format=format) for key in keys}
+    return {key: replace(SHAPES[key], format=format, gated=gated) for key in keys}
 
 
 def token_counts(text: str) -> tuple[int, ...]:

@@ -109,6 +109,7 @@ def compare(rows: list[dict], figures: dict) -> dict[str, list[Comparison]]:
     """
     wanted = {
         "format": "fp8_block",
+        "activation": "swiglu",
         "routing": "uniform",
         "heat": "cool",
         "mode": "graph",

@@ -46,7 +46,7 @@ def work_of(layer: MoeProblem, topk_ids: np.ndarray) -> Work:
         num_active=float(num_active),
         weight_bytes=float(num_active * layer.expert_bytes),
         activation_bytes=float(layer.activation_bytes),
-        flop=float(ids.size * 6 * layer.hidden * layer.intermediate),
+        flop=float(ids.size * layer.pair_flop),
     )
 
 

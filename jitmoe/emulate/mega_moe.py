@@ -15,7 +15,7 @@ from jitmoe.plan.formats import format_of
 from jitmoe.plan.mega_moe import MegaMoePlan
 from jitmoe.plan.scales import token_strides, weight_strides
 from jitmoe.plan.spread import stride
-from jitmoe.plan.variant import DEFAULT, Variant
+from jitmoe.plan.variant import DEFAULT, Variant, is_gated
 from jitmoe.reference import Layer
 from jitmoe.reference_biases import Biases
 
@@ -72,6 +72,7 @@ class EmulatedLayer:
         self._scales = self.layer.w13_scale, self.layer.w2_scale
         if plan.has_chunk_scales:
             order = "interleaved" if plan.interleaved else "gate_first"  # or up: two halves
+            order = order if is_gated(plan.activation) else None
             self._scales = tuple(
                 scale if scale.itemsize == 4 else pack_scales(scale, plan.format, gate_up)
                 for scale, gate_up in zip(self._scales, (order, None), strict=True)
@@ -203,20 +204,21 @@ class EmulatedLayer:
         plan = self.plan
         size, bytes_of = format_of(plan.format).element_bytes, format_of(plan.format).weight_bytes
         half, hidden, experts = plan.intermediate, plan.hidden, plan.num_experts
+
+        def row_map(name: str, columns: int, rows: int) -> TensorMap:
+            width, box = bytes_of(columns), (plan.weight_k_bytes, plan.block_rows, 1)
+            return TensorMap(name, (width, rows, experts), (width, width * rows), box)
+
         channel, up = (2, 1) if plan.interleaved else (1, half)  # rows from one to the next
+        gated_map = TensorMap(
+            "w13",
+            (bytes_of(hidden), 8, 2, half // 8, experts),
+            tuple(bytes_of(hidden) * rows for rows in (channel, up, 8 * channel, 2 * half)),
+            (plan.weight_k_bytes, 8, 2, plan.block_rows // 16, 1),
+        )
         maps = {
-            "w13_map": TensorMap(
-                "w13",
-                (bytes_of(hidden), 8, 2, half // 8, experts),
-                tuple(bytes_of(hidden) * rows for rows in (channel, up, 8 * channel, 2 * half)),
-                (plan.weight_k_bytes, 8, 2, plan.block_rows // 16, 1),
-            ),
-            "w2_map": TensorMap(
-                "w2",
-                (bytes_of(half), hidden, experts),
-                (bytes_of(half), bytes_of(half) * hidden),
-                (plan.weight_k_bytes, plan.block_rows, 1),
-            ),
+            "w13_map": gated_map if is_gated(plan.activation) else row_map("w13", hidden, half),
+            "w2_map": row_map("w2", half, hidden),
         }
         if plan.split_tokens:
             rows = plan.row_capacity(self.max_tokens)

@@ -93,11 +93,12 @@ def open_session(
         num_tokens, plan.hidden, plan.num_experts, plan.top_k, seed=1, routing=routing
     )
     executable(plan, checked)  # before the weights, which may take long: it may be refused
-    layer = reference.random_layer(*sizes, seed=0, format=plan.format)
+    gated = variant.activation.gated
+    layer = reference.random_layer(*sizes, seed=0, format=plan.format, gated=gated)
     call = tokens.x, None, *tokens[1:], *layer
     options, biases = variant.formula, None
     if variant.has_bias:
-        biases = random_biases(*sizes, seed=2)
+        biases = random_biases(*sizes, seed=2, gated=gated)
         options |= biases.arguments
     ref = reference.mega_moe(*call, requantize=True, format=plan.format, **options)
     x = tokens.x.astype(ml_dtypes.bfloat16).view(np.uint16)
@@ -140,7 +141,7 @@ def run_seeds(session: Session, seeds: Iterable[int], jobs: int = 1) -> Iterator
 
 def expected_seconds(problem: MoeProblem, checked: bool = False) -> tuple[float, float]:
     """About how long a session of such a call takes to open, and a launch of it to run."""
-    weights = 3 * problem.num_experts * problem.hidden * problem.intermediate
-    pairs = max(problem.num_pairs, _LEAST_PAIRS * problem.num_active_experts)
-    macs = 3 * pairs * problem.hidden * problem.intermediate
+    of_expert = problem.pair_flop // 2  # a multiply-add for each weight
+    weights = problem.num_experts * of_expert
+    macs = max(problem.num_pairs, _LEAST_PAIRS * problem.num_active_experts) * of_expert
     return weights / _WEIGHTS_PER_S, macs / _MACS_PER_S * (_CHECKED_FACTOR if checked else 1.0)

@@ -24,6 +24,9 @@ from jitmoe.integrations.torch import mega_moe
 NAME = "jitmoe"
 BLOCK = [128, 128]
 
+# Its activations of experts without a gate, and our kinds.
+NO_GATE = {"relu2": "relu2_no_gate", "silu": "silu_no_gate", "gelu": "gelu_erf_no_gate"}
+
 # Fields of MoeRunnerConfig that are obeyed here, and those that only describe the layer: ids and
 # weights of fused shared experts are in the call, and `inplace` allows what is not done. Every
 # other field must be at its default.
@@ -135,8 +138,6 @@ class JitmoeRunnerCore(DispatchMoeRunnerCore):
 def _check_config(config) -> None:
     """Raise NotImplementedError for a layer that there is no kernel for."""
     _check_defaults(config, _OBEYED | _DESCRIPTIVE)
-    if not config.is_gated:
-        _refuse("is_gated True", config.is_gated)
     _activation(config)
 
 
@@ -144,11 +145,14 @@ def _activation(config) -> Activation | str:
     """What SGLang's Triton runner computes between the GEMMs."""
     alpha, clamp, limit = config.gemm1_alpha, config.gemm1_clamp_limit, config.swiglu_limit
     beta = getattr(config, "gemm1_beta", None)
-    if config.activation == "gelu":
+    if not config.is_gated and config.activation not in NO_GATE:
+        _refuse(f"activation {', '.join(NO_GATE)} without a gate", config.activation)
+    if config.activation == "gelu" or not config.is_gated:
+        of = config.activation + " without a gate" * (not config.is_gated)
         for name in ("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit", "swiglu_limit"):
             if getattr(config, name, None) is not None:
-                _refuse(f"{name} None for gelu", getattr(config, name))
-        return "geglu_erf"
+                _refuse(f"{name} None for {of}", getattr(config, name))
+        return "geglu_erf" if config.is_gated else NO_GATE[config.activation]
     if config.activation != "silu":
         _refuse("activation silu or gelu", config.activation)
     if alpha is None:

@@ -206,7 +206,8 @@ def _run(
     """Launch; returns what was written."""
     if is_mx(format):
         weights = mx_codes(w13), mx_codes(w2)
-        weights += (packed(w13_scale, "w13_scale", w13, format, gate_up),)
+        order = gate_up if w13.shape[1:2] != (2 * w2.shape[-1],) else None  # has no gate
+        weights += (packed(w13_scale, "w13_scale", w13, format, order),)
         weights += (packed(w2_scale, "w2_scale", w2, format),)
     else:
         weights = w13, w2, f32(w13_scale), f32(w2_scale)

@@ -79,7 +79,7 @@ def pack_scales(scale: torch.Tensor, format: str, gate_up: str | None = None) ->
 
     scale    [num_experts, rows, cols / 32] e8m0, or uint8 of the same bits
     format   "mxfp4_fp8" or "mxfp4_bf16"
-    gate_up  of w13_scale the order of its rows, None for w2_scale
+    gate_up  of w13_scale the order of its rows, None for w2_scale and without a gate
     returns  int32 [num_experts, tiles, ceil(cols / 128), 256]: `jitmoe.quantize.pack_scales`
 
     Waits for the GPU. Raises ValueError for a scale that the kernel cannot multiply by, NaN among

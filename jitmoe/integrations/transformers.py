@@ -11,14 +11,13 @@ from transformers.integrations import finegrained_fp8, moe
 
 from jitmoe import Activation
 from jitmoe.integrations.torch import mega_moe
-from jitmoe.integrations.transformers_gates import SOFTCAPS, activation_of
+from jitmoe.integrations.transformers_gates import SOFTCAPS, activation_of, has_gate
 from jitmoe.integrations.transformers_refusals import NAME, dtype_of, refuse
-from jitmoe.integrations.transformers_weights import rows_of
+from jitmoe.integrations.transformers_weights import rows_of, w13_of
 
 # Attributes of a module, the only value allowed (as good as none), and an implementation of
 # transformers that takes others.
 _NEEDS = (
-    ("has_gate", True, "grouped_mm"),
     ("has_post_expert_norm", False, "grouped_mm"),
     *((field, None, "grouped_mm") for field in SOFTCAPS),
 )
@@ -75,17 +74,17 @@ def fp8_experts(
     """
     activation = _check(module, hidden_states, _NEEDS + _FP8_NEEDS)
     given = hidden_states, top_k_index, top_k_weights
-    scales = module.gate_up_proj_scale_inv, module.down_proj_scale_inv
-    if module.gate_up_proj.dtype in _FP4:
+    w13 = getattr(module, w13_of(module))
+    scales = getattr(module, f"{w13_of(module)}_scale_inv"), module.down_proj_scale_inv
+    if w13.dtype in _FP4:
         if scales[0].dtype not in _E8M0:
             got = dtype_of(scales[0])
             refuse(module, "scales of FP4 in float8_e8m0fnu", got, 'choose "eager"')
         return _run(module, given, scales, activation, backend, "mxfp4_fp8")
     if tuple(module.block_size or (128, 128)) != (128, 128):
         refuse(module, "block_size (128, 128) or None", module.block_size, 'choose "grouped_mm"')
-    if module.gate_up_proj.dtype != torch.float8_e4m3fn:
-        got = dtype_of(module.gate_up_proj)
-        refuse(module, "weights in float8_e4m3fn or FP4", got, 'choose "eager"')
+    if w13.dtype != torch.float8_e4m3fn:
+        refuse(module, "weights in float8_e4m3fn or FP4", dtype_of(w13), 'choose "eager"')
     if module.block_size is None:  # of experts, and halves of w13: [num_experts, 1 or 2, 1]
         scales = [scale.flatten(1) for scale in scales]
     return _run(module, given, scales, activation, backend)
@@ -105,8 +104,9 @@ def bf16_experts(
     Raises RuntimeError too, for a transposed module, as `transformers_weights.rows_of` says.
     """
     activation = _check(module, hidden_states)
-    if module.gate_up_proj.dtype != torch.bfloat16:
-        got = dtype_of(module.gate_up_proj)
+    w13 = getattr(module, w13_of(module))
+    if w13.dtype != torch.bfloat16:
+        got = dtype_of(w13)
         remedy = "load the model with dtype=torch.bfloat16, or an FP8 checkpoint"
         refuse(module, "weights in bfloat16 or FP8", got, remedy)
     given = hidden_states, top_k_index, top_k_weights
@@ -114,17 +114,17 @@ def bf16_experts(
 
 
 def _run(module, given, scales, activation, backend, format=None) -> torch.Tensor:
-    biases = {}
+    name, biases = w13_of(module), {}
     if module.has_bias:
-        biases = {"w13_bias": module.gate_up_proj_bias, "w2_bias": module.down_proj_bias}
+        biases = {"w13_bias": getattr(module, f"{name}_bias"), "w2_bias": module.down_proj_bias}
     return mega_moe(
         *(tensor.contiguous() for tensor in given),
-        rows_of(module, "gate_up_proj"),
+        rows_of(module, name),
         rows_of(module, "down_proj"),
         *scales,
         **biases,
         activation=activation,
-        gate_up="gate_first" if module.is_concatenated else "interleaved",
+        gate_up="interleaved" if has_gate(module) and not module.is_concatenated else "gate_first",
         format=format,
         backend=backend,
     )

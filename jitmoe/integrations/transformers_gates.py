@@ -21,29 +21,45 @@ FORMS = {
 _ALPHAS, _LIMITS = ("swiglu_alpha", "alpha"), ("swiglu_limit", "limit")
 SOFTCAPS = ("gate_softcap", "up_softcap")  # no kernel computes those
 
+_ALLOWED = "activation silu, gelu or relu2"
 _silu, _gelu = torch.nn.functional.silu, torch.nn.functional.gelu
 _FUNCTIONS = {
     "swiglu": _silu,
     "geglu_erf": _gelu,
     "geglu_tanh": lambda x: _gelu(x, approximate="tanh"),
+    "reglu2": lambda x: torch.relu(x) ** 2,
+}
+_NO_GATE = {  # the kinds of the same functions where experts have no gate
+    "swiglu": "silu_no_gate",
+    "geglu_erf": "gelu_erf_no_gate",
+    "geglu_tanh": "gelu_tanh_no_gate",
+    "reglu2": "relu2_no_gate",
 }
 _VALUES = torch.tensor([-1e3, -20.0, -3.0, -0.5, 0.0, 0.5, 3.0, 20.0, 1e3], device="cpu")
 _ALPHA, _LIMIT = 1.5, 2.0  # that _VALUES lie on both sides of
+
+
+def has_gate(module) -> bool:
+    return getattr(module, "has_gate", True)
 
 
 def activation_of(module) -> Activation | str:
     """What the kernel is to compute for `module`. Raises NotImplementedError, one sentence, for a
     gate that there is no kernel for.
     """
+    act_fn = getattr(module, "act_fn", None)
+    kind = None if act_fn is None else _KINDS.get(type(act_fn)) or _KINDS.get(act_fn, "")
+    if not has_gate(module):  # calls act_fn, whatever numbers there are
+        if not kind:
+            refuse(module, _ALLOWED, type(act_fn).__name__, 'choose "grouped_mm"')
+        return _NO_GATE[kind]
     alpha, limit = _number(module, _ALPHAS), _number(module, _LIMITS)
     if alpha is not None and limit is None:
         refuse(module, "a swiglu_limit beside swiglu_alpha", limit, 'choose "grouped_mm"')
     form = "plain" if limit is None else "limit" if alpha is None else "alpha"
-    act_fn = getattr(module, "act_fn", None)
-    kind = None if act_fn is None else _KINDS.get(type(act_fn)) or _KINDS.get(act_fn, "")
     if kind == "" or (kind not in (None, "swiglu") and form != "plain"):
-        allowed = "silu" if form != "plain" else "silu or gelu"
-        refuse(module, f"activation {allowed}", type(act_fn).__name__, 'choose "grouped_mm"')
+        allowed = "activation silu" if form != "plain" else _ALLOWED
+        refuse(module, allowed, type(act_fn).__name__, 'choose "grouped_mm"')
     gate = module.__dict__.get("_apply_gate", type(module)._apply_gate)
     if not _is_constant(gate, form, kind, not module.is_concatenated):
         got = getattr(gate, "__qualname__", gate)
@@ -101,6 +117,7 @@ def _kinds() -> dict:
         ("gelu", "geglu_erf"),
         ("gelu_new", "geglu_tanh"),
         ("gelu_pytorch_tanh", "geglu_tanh"),
+        ("relu2", "reglu2"),
     ):
         if name in ACT2FN and torch.allclose(
             ACT2FN[name](_VALUES), _FUNCTIONS[kind](_VALUES), atol=1e-6

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from jitmoe.integrations.transformers_gates import has_gate
 from jitmoe.integrations.transformers_refusals import named
+
+
+def w13_of(module) -> str:
+    """The name of gate and up, or of the one projection of experts without a gate."""
+    return "gate_up_proj" if has_gate(module) else "up_proj"
 
 
 def rows_of(module, name: str) -> torch.Tensor:

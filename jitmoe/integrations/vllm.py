@@ -44,7 +44,8 @@ QUANTISATIONS = (
 # Formats of weights in MXFP4, by what vLLM calls the type of tokens.
 MXFP4 = {None: "mxfp4_bf16", "fp8": "mxfp4_fp8", torch.float8_e4m3fn: "mxfp4_fp8"}
 
-# vLLM's activations and our kinds; of "swigluoai" rows of gate and up come by turns.
+# vLLM's activations and our kinds; of "swigluoai" rows of gate and up come by turns. Those that end
+# in "no_mul" are of experts without a gate.
 INTERLEAVED = "swigluoai"
 KINDS = {
     "silu": "swiglu",
@@ -52,6 +53,10 @@ KINDS = {
     "gelu_tanh": "geglu_tanh",
     INTERLEAVED: "swiglu_oai",
     "swigluoai_uninterleave": "swiglu_oai",
+    "silu_no_mul": "silu_no_gate",
+    "gelu_no_mul": "gelu_erf_no_gate",
+    "gelu_tanh_no_mul": "gelu_tanh_no_gate",
+    "relu2_no_mul": "relu2_no_gate",
 }
 # What of a quantisation must not be set, as the base class names it.
 _UNSUPPORTED = ("w1_zp", "w2_zp", "a1_scale", "a2_scale")
@@ -92,7 +97,7 @@ class JitmoeExperts(modular_kernel.FusedMoEExpertsModular):
 
     @staticmethod
     def _supports_no_act_and_mul() -> bool:
-        return False
+        return True
 
     @staticmethod
     def _supports_quant_scheme(weight_key, activation_key) -> bool:
@@ -176,7 +181,8 @@ class JitmoeExperts(modular_kernel.FusedMoEExpertsModular):
                        128], [num_tokens, 1] or [1]
         w1, w2         [num_experts, 2 * intermediate, hidden], gate rows first, or by turns for
                        swigluoai, and [num_experts, hidden, intermediate], e4m3 with the scales of
-                       quant_config, or bf16; or MXFP4 as in checkpoints, uint8 of half as many
+                       quant_config, or bf16; w1 of experts without a gate [num_experts,
+                       intermediate, hidden]. In MXFP4 as in checkpoints, uint8 of half as many
                        columns, with scales for 32 of a row
         expert_map     int32 [global_num_experts], the number here of every expert, -1 for those of
                        other ranks; None if ids count the experts here. One of experts in a row is
@@ -255,7 +261,7 @@ class JitmoeExperts(modular_kernel.FusedMoEExpertsModular):
             _refuse("silu without gemm1_alpha and gemm1_beta", f"{alpha} and {beta}")
         if name == "swigluoai_uninterleave" and limit is None:
             _refuse("gemm1_clamp_limit for swigluoai_uninterleave", None)
-        if name.startswith("gelu") or limit is None:
+        if name.startswith("gelu") or name.endswith("_no_mul") or limit is None:
             return KINDS[name]
         return Activation("swiglu_clamped", alpha, limit, beta)
 

@@ -12,6 +12,7 @@ from jitmoe.plan.gpu import GpuSpec
 from jitmoe.plan.mega_moe import MegaMoePlan
 from jitmoe.plan.plan import PlanError
 from jitmoe.plan.problem import MAX_TOKENS, QUANT_GROUP, MoeProblem
+from jitmoe.plan.variant import is_gated
 
 # Tokens per active expert up to which the two warpgroups share one 64-token tile. Above it a second
 # read of an expert's weights costs more than half-empty tiles: decode takes 0.93 to 0.98 of
@@ -74,8 +75,14 @@ def bucket(problem: MoeProblem) -> str:
 
 def choose(problem: MoeProblem, gpu: GpuSpec, **variant) -> MegaMoePlan:
     """The plan for `problem` on `gpu`; `variant` are further fields of it, as `Variant.plan_fields`
-    gives them. Raises PlanError if none fits.
+    gives them. Raises PlanError if none fits, or if only one of the two has a gate.
     """
+    activation = variant.get("activation", MegaMoePlan.activation)
+    if problem.gated != is_gated(activation):
+        raise PlanError(
+            f"activation {activation} is of experts with{'out' * problem.gated} a gate, the "
+            f"problem has gated {problem.gated}; change one of them"
+        )
     name, has_bias = bucket(problem), variant.get("has_bias", False)
     sizes = MX_SIZES if format_of(problem.format).is_mx else SIZES[name]
     for num_stages, num_task_slots, num_local_pairs in sizes:

@@ -16,7 +16,7 @@ from jitmoe.plan.problem import QUANT_GROUP, MoeProblem
 @dataclass(frozen=True)
 class MegaMoePlan(Plan):
     """The whole layer in one launch. A tile is 256 weight rows (128 channels of gate and up, or 256
-    of down) by up to `block_tokens` tokens of one expert.
+    of down, or of w13 without a gate) by up to `block_tokens` tokens of one expert.
 
     decode   weights are the 64-row operand of the tensor cores, tokens its 8 to 64 columns; the two
              math warpgroups split the rows. Token rows are gathered where they lie.
@@ -72,6 +72,11 @@ class MegaMoePlan(Plan):
     def weight_k_bytes(self) -> int:
         """Of a weight row in a k-block."""
         return format_of(self.format).weight_bytes(self.block_k)
+
+    @property
+    def token_k_bytes(self) -> int:
+        """Of a token in a k-block."""
+        return self.block_k * format_of(self.format).element_bytes
 
     @property
     def has_chunk_scales(self) -> bool:
@@ -138,8 +143,9 @@ class MegaMoePlan(Plan):
 
     @property
     def num_tiles_1(self) -> int:
-        """Weight-row tiles of GEMM 1 for one expert: 128 channels of gate and up each."""
-        return ceil_div(self.intermediate, self.block_rows // 2)
+        """Weight-row tiles of GEMM 1 for one expert: 128 channels of gate and up each, or 256."""
+        rows = variant.rows_per_channel(self.activation) * self.intermediate
+        return ceil_div(rows, self.block_rows)
 
     @property
     def num_tiles_2(self) -> int:
@@ -148,7 +154,6 @@ class MegaMoePlan(Plan):
     @property
     def derived_constants(self) -> dict[str, int]:
         weight_tile_bytes = self.block_rows * self.weight_k_bytes
-        token_k_bytes = self.block_k * format_of(self.format).element_bytes
         scale_bytes = 4 * self.block_rows * self.has_chunk_scales
         return {
             "block_tokens": self.block_tokens,
@@ -175,11 +180,9 @@ class MegaMoePlan(Plan):
             "weight_k_bytes": self.weight_k_bytes,
             "weight_tile_bytes": weight_tile_bytes,
             "weight_stage_bytes": weight_tile_bytes + scale_bytes,
-            "token_k_bytes": token_k_bytes,
-            "token_tile_bytes": self.tile_tokens * token_k_bytes,
-            # A block of w13_scale can hold ends of gate and of up, unless their rows alternate.
-            "up_block_offset": self.intermediate // QUANT_GROUP,
-            "up_block_rest": 0 if self.interleaved else self.intermediate % QUANT_GROUP,
+            "token_k_bytes": self.token_k_bytes,
+            "token_tile_bytes": self.tile_tokens * self.token_k_bytes,
+            **variant.row_constants(self),
             **variant.function_constants(self.activation),
         } | ({"trace_capacity": self.trace_capacity} if self.trace else {})
 
@@ -246,7 +249,7 @@ class MegaMoePlan(Plan):
         if self.bucket not in ("decode", "prefill"):
             raise PlanError(f"bucket must be decode or prefill, got {self.bucket!r}")
         try:
-            variant.check_function(self.activation)
+            variant.check_function(self.activation, self.up_first, self.interleaved)
             MoeProblem(0, self.hidden, self.intermediate, self.num_experts, self.top_k, self.format)
         except ValueError as error:
             raise PlanError(str(error)) from None

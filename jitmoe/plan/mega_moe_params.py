@@ -18,7 +18,7 @@ def params(trace: bool, has_bias: bool, has_channel_scales: bool) -> tuple[Param
         Param("bias_bytes", "i64", "of an element"),
     )
     return (
-        Param("w13_map", "TensorMap", "(hidden, 8 channels, gate|up, intermediate/8, expert)"),
+        Param("w13_map", "TensorMap", "(hidden, 8 rows, gate|up, intermediate/8, expert) or as w2"),
         Param("w2_map", "TensorMap", "(intermediate, hidden, expert)"),
         Param("pool_map", "TensorMap", "(hidden, row), prefill"),
         Param("mid_map", "TensorMap", "(mid_stride, row), prefill"),

@@ -18,10 +18,11 @@ def scratch(plan, num_tokens: int) -> MemoryMap:
             Region("pool_scale", "f32", (plan.num_k_blocks_1, scale_rows), 256),
         )
     else:
-        copies = tokens if plan.quantizes else 0  # else rows are read where they lie
+        # Else rows are read where they lie.
+        copies = tokens if plan.quantizes or plan.has_chunk_scales else 0
         x = (
-            Region("pool", "u8", (copies, plan.hidden), 256),
-            Region("pool_scale", "f32", (copies, c["x_quant_scale_stride"]), 256),
+            Region("pool", "u8", (copies, width * plan.hidden), 256),
+            Region("pool_scale", "f32", (copies * plan.quantizes, c["x_quant_scale_stride"]), 256),
         )
     return MemoryMap(
         (

@@ -15,23 +15,16 @@ def smem(plan) -> MemoryMap:
         f"schedule -> load, {feeder}, deliver, math",
         f"load, {feeder}, deliver, math -> schedule",
     )
-    weight_tile, token_tile = (
-        plan.derived_constants[f"{name}_tile_bytes"] for name in ("weight", "token")
-    )
-    weight_scales = ("u32", plan.block_rows) if plan.has_chunk_scales else ("f32", 4)
+    weight_tile, token_tile = plan.block_rows * plan.weight_k_bytes, tokens * plan.token_k_bytes
+    # Four to a word of e8m0, a word to a row; or block scales that meet in a tile.
+    scale_type, num_scales = ("u32", plan.block_rows) if plan.has_chunk_scales else ("f32", 4)
     scales_by = "load" if plan.has_chunk_scales else feeder
     transpose = 2048 if plan.split_tokens else 1024  # 16 rows of 128 bytes; 32 of 2 x 16
     regions = [
         Region("weight_tiles", "u8", (stages, weight_tile), 1024, "load -> math"),
         Region("token_tiles", "u8", (stages, token_tile), 1024, f"{feeder} -> math"),
         Region("token_scales", "f32", (stages, tokens), 128, f"{feeder} -> math"),
-        Region(
-            "weight_scales",
-            weight_scales[0],
-            (stages, weight_scales[1]),
-            16,
-            f"{scales_by} -> math",
-        ),
+        Region("weight_scales", scale_type, (stages, num_scales), 16, f"{scales_by} -> math"),
         Region("transpose", "u8", (math, transpose), 128, "a math warp's own"),
         Region("amax", "f32", (math, 64), 128, "math <-> math"),
         Region("full", "u64", (stages,), 8, f"load, {feeder} -> math"),

@@ -15,7 +15,8 @@ from jitmoe.plan.variant import Activation, Variant
 # Names of a field in the configurations of the various families; the first that is set wins. A
 # plain "top_k" is not among them: in a config.json it is the sampling parameter of generation.
 CONFIG_KEYS = {
-    "hidden": ("hidden_size", "d_model", "dim"),
+    # Experts of Nemotron-H may be between projections from and to fewer channels.
+    "hidden": ("moe_latent_size", "hidden_size", "d_model", "dim"),
     "intermediate": (
         "moe_intermediate_size",
         "expert_intermediate_size",
@@ -48,6 +49,16 @@ ACTIVATION_NAMES = {
     "gelu": "geglu_erf",
     "gelu_new": "geglu_tanh",
     "gelu_pytorch_tanh": "geglu_tanh",
+}
+# The same of families whose experts have no gate.
+NO_GATE = ("nemotron_h",)
+NO_GATE_NAMES = {
+    "relu2": "relu2_no_gate",
+    "silu": "silu_no_gate",
+    "swish": "silu_no_gate",
+    "gelu": "gelu_erf_no_gate",
+    "gelu_new": "gelu_tanh_no_gate",
+    "gelu_pytorch_tanh": "gelu_tanh_no_gate",
 }
 # Fields that make it another than any of these if they are set, and what they do.
 ACTIVATION_REFUSED = {
@@ -129,8 +140,8 @@ class ModelShape:
                 f"ep must divide the {self.num_experts} experts of {self.name}, got {ep!r}; "
                 "choose a number of ranks that shares them evenly"
             )
-        sizes = self.hidden, self.intermediate, self.num_experts // ep, self.top_k
-        return MoeProblem(num_tokens, *sizes, format or self.format)
+        sizes = num_tokens, self.hidden, self.intermediate, self.num_experts // ep, self.top_k
+        return MoeProblem(*sizes, format or self.format, self.activation.gated)
 
 
 @cache
@@ -222,20 +233,23 @@ def _read(config: dict, field: str, path: Path) -> int:
 
 
 def _activation(config: dict, path: Path) -> Activation:
-    """What the experts' gates do: silu or gelu, or the clamped function where there are numbers."""
+    """What the experts' gates do: silu or gelu, or the clamped function where there are numbers; or
+    what experts without a gate do.
+    """
     for key, what in ACTIVATION_REFUSED.items():
         value = config.get(key)
         if any(value) if isinstance(value, list) else value:
             raise ValueError(f"{path}: {key} is {what}, which there is no kernel for, got {value}")
     key = next((key for key in ACTIVATION_KEYS if config.get(key)), None)
     name = "silu" if key is None else config[key]
-    if name not in ACTIVATION_NAMES:
+    names = NO_GATE_NAMES if config.get("model_type") in NO_GATE else ACTIVATION_NAMES
+    if name not in names:
         raise ValueError(
-            f"{path}: {key} must be one of {', '.join(ACTIVATION_NAMES)}, got {name!r}; "
+            f"{path}: {key} must be one of {', '.join(names)}, got {name!r}; "
             "there is no kernel for another"
         )
     kind, alpha, limit = (
-        ACTIVATION_NAMES[name],
+        names[name],
         config.get("swiglu_alpha"),
         config.get("swiglu_limit"),
     )

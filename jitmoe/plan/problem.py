@@ -27,6 +27,7 @@ class MoeProblem:
     num_experts   experts held here, 1 to 1,024
     top_k         slots a token has, 1 to 32
     format        of the weights: one of formats.FORMATS
+    gated         whether w13 holds gate and up, or the one row to a channel of experts without gate
 
     Raises ValueError with got, allowed and remedy.
     """
@@ -37,6 +38,7 @@ class MoeProblem:
     num_experts: int
     top_k: int
     format: str = "fp8_block"
+    gated: bool = True
 
     def __post_init__(self):
         _check_range(
@@ -51,8 +53,10 @@ class MoeProblem:
         form = format_of(self.format)
         _check_multiple("hidden", self.hidden, form.hidden_step, MAX_HIDDEN)
         _check_multiple("intermediate", self.intermediate, form.intermediate_step, MAX_INTERMEDIATE)
+        if not isinstance(self.gated, bool):
+            raise TypeError(f"gated must be True or False, got {self.gated!r}; pass a bool")
         for field in fields(self):  # a NumPy integer would overflow in the products below
-            if field.name != "format":
+            if field.name not in ("format", "gated"):
                 object.__setattr__(self, field.name, int(getattr(self, field.name)))
 
     @property
@@ -71,13 +75,18 @@ class MoeProblem:
         return self.num_pairs / self.num_active_experts if self.num_tokens else 0.0
 
     @property
+    def w13_rows(self) -> int:
+        """Rows of an expert's w13: gate and up of every channel, or one."""
+        return self.intermediate * (2 if self.gated else 1)
+
+    @property
     def expert_bytes(self) -> int:
         """Bytes of one expert's weights and scales."""
-        blocks = _blocks(2 * self.intermediate) * _blocks(self.hidden)
+        blocks = _blocks(self.w13_rows) * _blocks(self.hidden)
         blocks += _blocks(self.hidden) * _blocks(self.intermediate)
-        channels = 2 * self.intermediate + self.hidden
+        channels = self.w13_rows + self.hidden
         form = format_of(self.format)
-        weights = 3 * self.hidden * self.intermediate
+        weights = self.hidden * (self.w13_rows + self.intermediate)
         scale_bytes = {
             None: 0,
             "block": 4 * blocks,
@@ -97,8 +106,13 @@ class MoeProblem:
 
     @property
     def flop(self) -> int:
-        """Floating-point operations of the two GEMMs (gate, up and down; a multiply-add is two)."""
-        return self.num_pairs * 6 * self.hidden * self.intermediate
+        """Floating-point operations of the two GEMMs (a multiply-add is two)."""
+        return self.num_pairs * self.pair_flop
+
+    @property
+    def pair_flop(self) -> int:
+        """Those of one routed pair."""
+        return 2 * self.hidden * (self.w13_rows + self.intermediate)
 
 
 def _blocks(channels: int) -> int:

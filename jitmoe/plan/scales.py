@@ -25,17 +25,19 @@ def kind_of(
     hidden: int,
     intermediate: int,
     kinds: Sequence[str] = SCALES,
+    gated: bool = True,
 ) -> str:
-    """The first of `kinds` that weight scales of these two shapes are both of. Raises ValueError
-    where they are of none, or of different ones.
+    """The first of `kinds` that weight scales of these two shapes are both of, of experts with a
+    gate or without. Raises ValueError where they are of none, or of different ones.
     """
     sizes = {
-        "w13_scale": (num_experts, 2 * intermediate, hidden),
+        "w13_scale": (num_experts, intermediate * (2 if gated else 1), hidden),
         "w2_scale": (num_experts, hidden, intermediate),
     }
     fitting = []
     for (name, size), shape in zip(sizes.items(), (w13_scale, w2_scale), strict=True):
-        allowed = {kind: _weight_shapes(kind, *size, halves=name == "w13_scale") for kind in kinds}
+        halves = gated and name == "w13_scale"
+        allowed = {kind: _weight_shapes(kind, *size, halves) for kind in kinds}
         fitting.append([kind for kind in kinds if tuple(shape) in allowed[kind]])
         if not fitting[-1]:
             shapes = " or ".join(f"{list(allowed[kind][0])} ({_EACH[kind]})" for kind in kinds)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 
 from jitmoe.plan.formats import format_of
+from jitmoe.plan.problem import QUANT_GROUP
 
 # The functions there are kernels for, as the plan names them, in the order of their constants; and
 # what they are called in a sentence.
@@ -17,6 +18,11 @@ FUNCTIONS = {
     "swiglu_clamped": "clamped SwiGLU",
     "geglu_tanh": "GeGLU by tanh",
     "geglu_erf": "GeGLU by erf",
+    "reglu2": "squared ReGLU",
+    "relu2_no_gate": "squared ReLU",
+    "silu_no_gate": "SiLU",
+    "gelu_tanh_no_gate": "GELU by tanh",
+    "gelu_erf_no_gate": "GELU by erf",
 }
 
 # Kinds of activations: the function, and usual numbers of those that take any (alpha, limit,
@@ -27,6 +33,11 @@ KINDS = {
     "swiglu_oai": ("swiglu_clamped", (1.702, 7.0, 1.0)),
     "geglu_tanh": ("geglu_tanh", None),
     "geglu_erf": ("geglu_erf", None),
+    "reglu2": ("reglu2", None),
+    "relu2_no_gate": ("relu2_no_gate", None),
+    "silu_no_gate": ("silu_no_gate", None),
+    "gelu_tanh_no_gate": ("gelu_tanh_no_gate", None),
+    "gelu_erf_no_gate": ("gelu_erf_no_gate", None),
 }
 
 E4M3_MAX = 448.0
@@ -38,7 +49,7 @@ GATE_UP = ("gate_first", "up_first", "interleaved")
 
 @dataclass(frozen=True)
 class Activation:
-    """What an expert does with gate and up of a channel.
+    """What an expert does with gate and up of a channel; or, without a gate, with its one sum.
 
     kind       swiglu          gate * sigmoid(gate) * up
                swiglu_clamped  gate * sigmoid(alpha * gate) * (up + up_offset), of gate cut off
@@ -47,6 +58,10 @@ class Activation:
                swiglu_oai      the same function; by default 1.702, 7 and 1 (gpt-oss)
                geglu_tanh      gelu(gate) * up, with the approximation of gelu by tanh
                geglu_erf       gelu(gate) * up, with gelu(x) = x * (1 + erf(x / sqrt(2))) / 2
+               reglu2          max(gate, 0)^2 * up
+               relu2_no_gate, silu_no_gate, gelu_tanh_no_gate, gelu_erf_no_gate
+                               the same functions of the row of w13 that a channel has alone where
+                               experts have no gate: max(x, 0)^2 (Nemotron-H), x * sigmoid(x), ...
     alpha, limit, up_offset
                numbers of the clamped kinds, None for the usual ones; limit=inf cuts nothing off.
                Another number needs no other kernel
@@ -91,6 +106,21 @@ class Activation:
         """The field `activation` of a plan."""
         return KINDS[self.kind][0]
 
+    @property
+    def gated(self) -> bool:
+        """Whether it is of experts with a gate: two rows of w13 to a channel."""
+        return is_gated(self.function)
+
+
+def is_gated(function: str) -> bool:
+    """Whether experts have a gate, by the field `activation` of a plan."""
+    return not function.endswith("_no_gate")
+
+
+def rows_per_channel(function: str) -> int:
+    """Rows of w13 to a channel between the GEMMs: gate and up, or one."""
+    return 2 if is_gated(function) else 1
+
 
 def _number(name: str, got, allows_inf: bool = False) -> float:
     if not isinstance(got, Real) or isinstance(got, bool):
@@ -109,6 +139,15 @@ def check_gate_up(gate_up) -> None:
         raise ValueError(
             f"gate_up must be one of {', '.join(GATE_UP)}, got {gate_up!r}; say how the rows "
             "of w13 are ordered"
+        )
+
+
+def check_no_gate(gate_up: str) -> None:
+    """Raises ValueError, for experts without a gate, for another order of rows than the default."""
+    if gate_up != GATE_UP[0]:
+        raise ValueError(
+            f"gate_up must be left at {GATE_UP[0]} for experts without a gate, whose w13 has one "
+            f"row to a channel, got {gate_up!r}; leave it out"
         )
 
 
@@ -145,6 +184,8 @@ class Variant:
         check_first_expert(self.first_expert)
         check_gate_up(self.gate_up)
         object.__setattr__(self, "activation", Activation.of(self.activation))
+        if not self.activation.gated:
+            check_no_gate(self.gate_up)
         object.__setattr__(self, "routed_scaling_factor", _number("routed_scaling_factor", factor))
         object.__setattr__(self, "first_expert", int(self.first_expert))
 
@@ -185,16 +226,32 @@ class Variant:
 DEFAULT = Variant()
 
 
-def check_function(activation: str) -> None:
-    """Raises ValueError unless there are kernels for the plan's `activation`."""
+def check_function(activation: str, up_first: bool, interleaved: bool) -> None:
+    """Raises ValueError unless there are kernels for these fields of a plan."""
     if activation not in FUNCTIONS:
         raise ValueError(
             f"activation of a plan must be one of {', '.join(FUNCTIONS)}, got {activation!r}; "
             "take Activation(kind).function"
         )
+    if not is_gated(activation):
+        check_no_gate("up_first" if up_first else "interleaved" if interleaved else GATE_UP[0])
 
 
 def function_constants(activation: str) -> dict[str, int]:
     """`activation` as a number, and the numbers of all."""
     numbers = {f"activation_{name}": number for number, name in enumerate(FUNCTIONS)}
     return {"activation": numbers[f"activation_{activation}"]} | numbers
+
+
+def row_constants(plan) -> dict[str, int]:
+    """What the kernel of a MegaMoePlan knows of w13's rows."""
+    gated, per_channel = is_gated(plan.activation), rows_per_channel(plan.activation)
+    in_halves = gated and not plan.interleaved
+    return {
+        "gated": int(gated),
+        "w13_rows": per_channel * plan.intermediate,
+        "tile_channels": plan.block_rows // per_channel,
+        # A block of w13_scale can hold ends of both halves, gate and up.
+        "up_block_offset": plan.intermediate // QUANT_GROUP,
+        "up_block_rest": plan.intermediate % QUANT_GROUP if in_halves else 0,
+    }

@@ -31,9 +31,7 @@ DEVICE float bf16_low(u32 packed) { return __uint_as_float(packed << 16); }
 DEVICE float bf16_high(u32 packed) { return __uint_as_float(packed & 0xffff0000u); }
 
 // Two products of two, each rounded to nearest even; subnormals are numbers (PTX ISA, mul.bf16x2).
-DEVICE u32 multiply_bf16x2(u32 x, u32 y) {
-    return pack_bf16(bf16_low(x) * bf16_low(y), bf16_high(x) * bf16_high(y));
-}
+DEVICE u32 multiply_bf16x2(u32 x, u32 y) { return pack_bf16(bf16_low(x) * bf16_low(y), bf16_high(x) * bf16_high(y)); }
 
 // Subnormals become zero (PTX ISA, .ftz).
 DEVICE float emulated_flush(float x) { return fabsf(x) < 1.17549435e-38f ? __builtin_copysignf(0.0f, x) : x; }

@@ -2,10 +2,10 @@
 // task, as they lie in memory, and are added to the sums of all k-blocks.
 
 // Gate and up, unless interleaved, are two runs of a tile's biases; others are one. Without what is past the end.
-DEVICE u32 num_bias_runs(const Task& task) { return task.phase == kGemm1 && !kInterleaved ? 2 : 1; }
+DEVICE u32 num_bias_runs(const Task& task) { return task.phase == kGemm1 && kGated && !kInterleaved ? 2 : 1; }
 
 DEVICE u32 bias_run(const Task& task) {
-    const u32 end = task.phase == kGemm2 ? kHidden : 2 * kIntermediate / num_bias_runs(task);
+    const u32 end = task.phase == kGemm2 ? kHidden : kW13Rows / num_bias_runs(task);
     const u32 most = kBlockRows / num_bias_runs(task);
     return min_of(most, end - task.tile * most);
 }
@@ -32,7 +32,7 @@ DEVICE void expect_weights(const Params& p, Smem& smem, const Task& task, u32 sl
 template <Phase kPhase>
 DEVICE float bias_of_row(u32 bytes, const u8* biases, u32 row) {
     u32 i = row;
-    if constexpr (kPhase == kGemm1) {  // rows are gate and up in alternating groups of 8
+    if constexpr (kPhase == kGemm1 && kGated) {  // rows are gate and up in alternating groups of 8
         const u32 channel = row / 16 * 8 + row % 8, half = row / 8 % 2;
         i = kInterleaved ? 2 * channel + half : half * (kBlockRows / 2) + channel;
     }
@@ -59,8 +59,8 @@ DEVICE void add_bias(const Params& p, const Smem& smem, const Task& task, const 
         }
     }
     // Rows past the end have no bias. Those of down are never stored.
-    constexpr bool kIsRagged = kIntermediate % (kBlockRows / 2) != 0;
-    u32 end = kPhase == kGemm1 ? 2 * (kIntermediate - task.tile * (kBlockRows / 2)) : kBlockRows;
+    constexpr bool kIsRagged = kW13Rows % kBlockRows != 0;
+    u32 end = kPhase == kGemm1 ? kW13Rows - task.tile * kBlockRows : kBlockRows;
     u32 lane = lane_idx();
     if constexpr (kChannelScales) {  // as in apply_channel_scales
         forget_value(end);

@@ -40,8 +40,9 @@ DEVICE void order_channels(u8* tile, u32 first) {
 #pragma unroll
         for (u32 i = 0; i < kChunks; ++i) {
             const u32 selector = i == 0 ? 0x6420 : 0x7531;
-            ordered[i] = make_uint4(permute_bytes(words[0], words[1], selector), permute_bytes(words[2], words[3], selector),
-                                    permute_bytes(words[4], words[5], selector), permute_bytes(words[6], words[7], selector));
+            ordered[i] =
+                make_uint4(permute_bytes(words[0], words[1], selector), permute_bytes(words[2], words[3], selector),
+                           permute_bytes(words[4], words[5], selector), permute_bytes(words[6], words[7], selector));
         }
     } else if constexpr (kChunks == 4) {
 #pragma unroll

@@ -3,8 +3,8 @@
 // rows in Params::slices, one per routed pair. Memory wants tokens by rows: both transpose through a buffer of the
 // warp's own.
 
-// Largest magnitude of each token over the tile's 128 channels: lanes of a warp by shuffles, warps through shared
-// memory.
+// Largest magnitude of each token over a group of 128 channels, which all warps share or without a gate those of a
+// warpgroup: lanes of a warp by shuffles, warps through shared memory.
 template <u32 N>
 DEVICE void reduce_amax(Smem& smem, const Share& share, float (&amax)[N / 4]) {
     const u32 lane = lane_idx();
@@ -23,8 +23,9 @@ DEVICE void reduce_amax(Smem& smem, const Share& share, float (&amax)[N / 4]) {
     sync_math();
 #pragma unroll
     for (u32 j = 0; j < N / 8; ++j) {
-        for (u32 w = 0; w < kNumMathWarps; ++w) {
-            const float2 other = *reinterpret_cast<const float2*>(&smem.amax[w][j * 8 + lane % 4 * 2]);
+        for (u32 w = 0; w < kNumMathWarps / kTileGroups; ++w) {
+            const u32 from = kGated ? w : share.group * 4 + w;
+            const float2 other = *reinterpret_cast<const float2*>(&smem.amax[from][j * 8 + lane % 4 * 2]);
             amax[2 * j] = fmaxf(amax[2 * j], other.x);
             amax[2 * j + 1] = fmaxf(amax[2 * j + 1], other.y);
         }
@@ -35,8 +36,9 @@ DEVICE void reduce_amax(Smem& smem, const Share& share, float (&amax)[N / 4]) {
 template <u32 N>
 DEVICE void store_mid_scales(const Params& p, const Task& task, const Share& share,
                              const RouterWeights<N, false>& weights, const float (&amax)[N / 4]) {
-    if (share.group != 0) return;
+    if (kGated && share.group != 0) return;
     const u32 lane = lane_idx();
+    const u32 group = kGated ? task.tile : task.tile * kTileGroups + share.group;
 #pragma unroll
     for (u32 j = 0; j < N / 8; ++j) {
         if (share.warp != j % 4) continue;
@@ -46,7 +48,7 @@ DEVICE void store_mid_scales(const Params& p, const Task& task, const Share& sha
             const float weight = token_weight<N>(weights, j, i);
             if (lane >= 4 || token >= share.num_tokens) continue;
             const u32 row = task.row_start + share.first_token + token;
-            p.mid_scale[u64(task.tile) * p.row_capacity + row] = mid_scale(p, amax[2 * j + i], weight);
+            p.mid_scale[u64(group) * p.row_capacity + row] = mid_scale(p, amax[2 * j + i], weight);
         }
     }
 }
@@ -65,49 +67,60 @@ DEVICE void store_mid_columns(const Params& p, Smem& smem, const Task& task, con
 #pragma unroll
         for (u32 j = 0; j < N / 8; ++j) {
 #pragma unroll
-            for (u32 i = 0; i < 2; ++i) {
-                // Registers 0, 1 are gate and 2, 3 up of one channel, for two tokens.
+            for (u32 i = 0; i < (kGated ? 2 : 4); ++i) {
+                // Registers 0, 1 are gate and 2, 3 up of one channel, for two tokens; or of two channels.
                 float& value = sums[m][4 * j + i];
-                value = activate(p, value, sums[m][4 * j + 2 + i], token_weights[2 * j + i]);
-                amax[2 * j + i] = fmaxf(amax[2 * j + i], fabsf(value));
+                float& most = amax[2 * j + i % 2];
+                value = activate(p, value, sums[m][4 * j + 2 + i % 2], token_weights[2 * j + i % 2]);
+                most = fmaxf(most, fabsf(value));
             }
         }
     }
     if constexpr (!kQuantizes) return store_mid_bf16(p, smem, task, share, weights, sums);
     reduce_amax<N>(smem, share, amax);
+    if constexpr (!kGated) {
+        if (!has_group(task, share.group)) return;
+    }
     store_mid_scales<N>(p, task, share, weights, amax);
 #pragma unroll
     for (u32 i = 0; i < N / 4; ++i) amax[i] = quant_factor(amax[i]);
 
-    // A 16-bit element is two tokens of a channel. Matrix j has the channels of this warp by rows, and by columns four
-    // token pairs of two row blocks, alternating; its transpose has 8 channels of a token pair in each 16-byte row.
+    // A 16-bit element is two tokens of a channel. Matrix j has 8 channels by rows, and by columns four token pairs of
+    // `low` and `high`, alternating: these are the warp's two row blocks, or without a gate both halves of one. Its
+    // transpose has 8 channels of a token pair in each 16-byte row.
     static_assert(kShareBlocks<false> == 2, "a warpgroup has two row blocks");
     u8* buffer = smem.transpose[share.group * 4 + share.warp];
-    u8* mid = p.mid + u64(task.row_start + share.first_token) * kMidStride + task.tile * 128;
+    u8* mid = p.mid + u64(task.row_start + share.first_token) * kMidStride + task.tile * kTileChannels;
     constexpr u32 kGroup = min_of(N / 8, 4u);
 #pragma unroll
-    for (u32 j = 0; j < N / 8; j += kGroup) {
-        u32 matrices[kGroup];
+    for (u32 block = 0; block < kTileGroups; ++block) {
+        if (block > 0) sync_warp();  // all lanes are done with the row block before
+        const float* low = sums[block];
+        const float* high = kGated ? sums[1] : low + 2;
 #pragma unroll
-        for (u32 i = 0; i < kGroup; ++i) {
-            const u32 r = (j + i) * 4, t = (j + i) * 2;
-            matrices[i] = pack_e4m3(sums[0][r] * amax[t], sums[0][r + 1] * amax[t + 1]) |
-                          pack_e4m3(sums[1][r] * amax[t], sums[1][r + 1] * amax[t + 1]) << 16;
+        for (u32 j = 0; j < N / 8; j += kGroup) {
+            u32 matrices[kGroup];
+#pragma unroll
+            for (u32 i = 0; i < kGroup; ++i) {
+                const u32 r = (j + i) * 4, t = (j + i) * 2;
+                matrices[i] = pack_e4m3(low[r] * amax[t], low[r + 1] * amax[t + 1]) |
+                              pack_e4m3(high[r] * amax[t], high[r + 1] * amax[t + 1]) << 16;
+            }
+            store_matrices_transposed(buffer + j * 128 + lane * 16, matrices);
         }
-        store_matrices_transposed(buffer + j * 128 + lane * 16, matrices);
-    }
-    sync_warp();
+        sync_warp();
 #pragma unroll
-    for (u32 row = lane; row < N; row += kWarpThreads) {
-        const uint4 v = *reinterpret_cast<const uint4*>(buffer + row * 16);
-        const u32 token = row / 8 * 8 + row % 8 / 2 * 2;
-        const u32 channel = (share.first_row + row % 2 * 64) / 2 + share.warp * 8;
+        for (u32 row = lane; row < N; row += kWarpThreads) {
+            const uint4 v = *reinterpret_cast<const uint4*>(buffer + row * 16);
+            const u32 token = row / 8 * 8 + row % 8 / 2 * 2;
+            const u32 channel = first_channel(share, kGated ? row % 2 : block, row % 2);
 #pragma unroll
-        for (u32 i = 0; i < 2; ++i) {
-            const u32 selector = i == 0 ? 0x6420 : 0x7531;
-            if (token + i >= share.num_tokens) continue;
-            store_channels(mid + u64(token + i) * kMidStride, channel,
-                           make_uint2(permute_bytes(v.x, v.y, selector), permute_bytes(v.z, v.w, selector)));
+            for (u32 i = 0; i < 2; ++i) {
+                const u32 selector = i == 0 ? 0x6420 : 0x7531;
+                if (token + i >= share.num_tokens) continue;
+                store_channels(mid + u64(token + i) * kMidStride, channel,
+                               make_uint2(permute_bytes(v.x, v.y, selector), permute_bytes(v.z, v.w, selector)));
+            }
         }
     }
 }

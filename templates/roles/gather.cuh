@@ -18,7 +18,7 @@ struct Copies {
     static constexpr u32 kScales = kBlockTokens / kGatherThreads;
     const u8* rows;
     u32 num_rows;                  // of this lane that exist
-    u32 target;  // of the first's first chunk, in a stage's tile; others follow kRowsApart rows apart, its chunks by XOR
+    u32 target;                    // of the first chunk in a stage's tile; rows lie kRowsApart apart, chunks by XOR
     const float* scales[kScales];  // null where the token does not exist
     u32 scale_group_stride;
     const float* weight_scale;
@@ -39,8 +39,8 @@ DEVICE Copies find_copies(const Params& p, Smem& smem, const Task& task, u32 slo
         scale_row_stride = 1;
         c.scale_group_stride = p.row_capacity;
     } else {
-        c.rows = quantizes_x(p) ? p.pool : p.x;
-        row_stride = quantizes_x(p) ? kHidden : p.x_stride;
+        c.rows = copies_x(p) ? p.pool : p.x;
+        row_stride = copies_x(p) ? kHidden * kElementBytes : p.x_stride;
         scales = quantizes_x(p) ? p.pool_scale : p.x_scale;
         scale_row_stride = quantizes_x(p) ? kXQuantScaleStride : p.x_scale_token_stride;
         c.scale_group_stride = quantizes_x(p) ? 1 : u32(p.x_scale_group_stride);
@@ -51,7 +51,8 @@ DEVICE Copies find_copies(const Params& p, Smem& smem, const Task& task, u32 slo
     const u32 first_row = (warp * kWarpThreads + lane) / kLanesARow, piece = lane % kLanesARow;
     const u32 in_row = piece * kOrderedBytes;  // 128 bytes of all rows, then the next
     c.rows += in_row;
-    c.target = in_row / kBlockKBytes * (kTileTokens * kBlockKBytes) + swizzle_128(first_row, in_row % kBlockKBytes / 16);
+    c.target =
+        in_row / kBlockKBytes * (kTileTokens * kBlockKBytes) + swizzle_128(first_row, in_row % kBlockKBytes / 16);
     c.num_rows = task.num_rows > first_row ? ceil_div(task.num_rows - first_row, Copies::kRowsApart) : 0;
     sync_warp();  // all lanes are done with the offsets of the task before
     for (u32 i = piece; i < c.num_rows; i += kLanesARow) {
@@ -108,7 +109,7 @@ DEVICE void copy_k_block(Smem& smem, const Copies& c, u32 stage, u32 k) {
 }
 
 // Copies of k-blocks that may be under way before the oldest is looked at.
-constexpr u32 kCopiesAhead = min_of(kNumStages - 2, 6u);
+constexpr u32 kCopiesAhead = min_of(kNumStages - 2, 3u);
 
 // Tokens that are not in the order of channel_order.cuh: the oldest k-block's are put into it as soon as they are here.
 // The lanes that copied them do it, so they wait for nobody.
@@ -122,14 +123,14 @@ DEVICE void order_k_block(Smem& smem, const Copies& c, Ring<kNumStages>& oldest)
 DEVICE void role_gather(const Params& p, Smem& smem, const Head& head) {
     Ring<kNumTaskSlots> slot;
     Ring<kNumStages> ring;
-    if (quantizes_x(p)) wait_for_head(p, head);
+    if (copies_x(p)) wait_for_head(p, head);
     for (;; slot.advance()) {
         const Task task = next_task(p, smem, slot);
         if (task.phase == kDone) return;
         trace_task(p, task);
         if (task.phase == kGemm2) wait_for_mid(p, head, task.block);
         const Copies copies = find_copies(p, smem, task, slot.stage);
-        const bool orders = kHasChunkScales && task.phase == kGemm1 && !quantizes_x(p);
+        const bool orders = kHasChunkScales && task.phase == kGemm1 && !copies_x(p);
         Ring<kNumStages> oldest = ring;
         u32 k = task.k_begin;
         for (; k < task.k_end; ++k, ring.advance()) {
@@ -146,7 +147,8 @@ DEVICE void role_gather(const Params& p, Smem& smem, const Head& head) {
         }
         if (orders) {
             wait_for_copies();
-            for (u32 i = min_of(task.k_end - task.k_begin, kCopiesAhead); i > 0; --i) order_k_block(smem, copies, oldest);
+            for (u32 i = min_of(task.k_end - task.k_begin, kCopiesAhead); i > 0; --i)
+                order_k_block(smem, copies, oldest);
         }
         trace_end(p, kEventTask);
         free_task(smem, slot);

@@ -30,6 +30,24 @@ DEVICE void quantize_tokens(const Params& p) {
     }
 }
 
+// A warp copies 256 channels of a token at a time.
+DEVICE void order_tokens(const Params& p) {
+    constexpr u32 kUnits = ceil_div(kHidden, 256);
+    const u32 warps = kNumThreads / kWarpThreads;
+    const u64 num_units = u64(p.num_tokens) * kUnits;
+    for (u64 unit = u64(warp_idx()) * num_blocks() + block_idx(); unit < num_units; unit += warps * num_blocks()) {
+        const u32 token = u32(unit / kUnits), channel = u32(unit % kUnits) * 256 + lane_idx() * 8;
+        if (channel >= kHidden) continue;
+        const u8* source = p.x + i64(token) * p.x_stride + channel * kElementBytes;
+        u8* row = p.pool + u64(token) * (kHidden * kElementBytes);
+        if constexpr (kQuantizes) {
+            store_channels(row, channel, *reinterpret_cast<const uint2*>(source));
+        } else {
+            store_channels(row, channel, *reinterpret_cast<const uint4*>(source));
+        }
+    }
+}
+
 // The math warps sort; the others wait for the previous launch.
 constexpr u32 kSortWarps = kNumMathWarps;
 constexpr u32 kSortThreads = kSortWarps * kWarpThreads;
@@ -215,7 +233,11 @@ DEVICE Head run_head(const Params& p, Smem& smem) {
     }
     const Head head{smem.first[kFirstParity], local, alone};
     clear_other_bank(p, head.parity);
-    if (quantizes_x(p)) quantize_tokens(p);
+    if (quantizes_x(p)) {
+        quantize_tokens(p);
+    } else if (copies_x(p)) {
+        order_tokens(p);
+    }
     if (!local) sort_together(p, smem, head);
     sync_block();
     if (!alone && thread_idx() == 0) end_head(p, head);  // else role_schedule does it

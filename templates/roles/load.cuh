@@ -1,5 +1,6 @@
 // Weight tiles into the ring. Waits for nothing but the routing tables and a free stage. Weights stay in checkpoint
-// layout: the 5-D map of w13 lands gate and up alternating in groups of 8 rows, straight from [gate; up].
+// layout: the 5-D map of w13 lands gate and up alternating in groups of 8 rows, straight from [gate; up]. Without a
+// gate it is 3-D, as that of w2.
 
 // Scales of 32 codes (mxfp4.cuh): those of a tile and k-block lie together.
 DEVICE void load_chunk_scales(const Params& p, Smem& smem, const Task& task, u32 k, u32 stage, u64* full) {
@@ -15,10 +16,11 @@ DEVICE void load_weights(const Params& p, Smem& smem, const Task& task, u32 slot
     expect_weights(p, smem, task, slot, k, full);
     if constexpr (kHasChunkScales) load_chunk_scales(p, smem, task, k, stage, full);
     void* tile = smem.weight_tiles[stage];
-    if (task.phase == kGemm1) {
+    if (kGated && task.phase == kGemm1) {
         load_tile_5d(tile, &p.w13_map, full, k * kWeightKBytes, 0, 0, task.tile * (kBlockRows / 16), task.expert);
     } else {
-        load_tile_3d(tile, &p.w2_map, full, k * kWeightKBytes, task.tile * kBlockRows, task.expert);
+        const TensorMap* map = kGated || task.phase == kGemm2 ? &p.w2_map : &p.w13_map;
+        load_tile_3d(tile, map, full, k * kWeightKBytes, task.tile * kBlockRows, task.expert);
     }
 }
 

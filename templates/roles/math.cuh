@@ -15,7 +15,7 @@ DEVICE Operands find_operands(const Smem& smem, const Task& task, const Share& s
     return {descriptor_low(smem.weight_tiles[0] + share.first_row * kBlockKBytes),
             descriptor_low(smem.token_tiles[0] + share.first_token * kBlockKBytes),
             kTokenRows ? share.first_token + share.warp * 16 + lane / 4 : lane % 4 * 2, share.first_row,
-            task.phase == kGemm2 || kInterleaved};
+            task.phase == kGemm2 || kInterleaved || !kGated};
 }
 
 // Of the extra tokens: worked out where needed, for registers are scarce.
@@ -27,8 +27,8 @@ DEVICE Operands find_extra_operands(const Operands& at) {
 }
 
 // A tile's weight rows have up to three scales in a k-block (schedule: weight_scale). GEMM 1: gate, and up before and
-// from where its rows enter the next block of w13_scale. GEMM 2, and GEMM 1 where gate and up are interleaved: rows
-// 0..127 and 128..255.
+// from where its rows enter the next block of w13_scale. GEMM 2, and GEMM 1 where gate and up are interleaved or
+// there is no gate: rows 0..127 and 128..255.
 DEVICE bool takes_second_scale(bool gemm_2, u32 weight_row) {
     return gemm_2 ? weight_row >= 128 : kUpBlockRest != 0 && weight_row / 2 >= 128 - kUpBlockRest;
 }

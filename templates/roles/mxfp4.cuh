@@ -23,8 +23,8 @@ DEVICE PackedRows find_packed_rows(const Smem& smem, u32 first_row) {
     return {smem.weight_tiles[0] + row * kWeightKBytes + lane_idx() % 4 * 4, row / 2 % 4 * 16};
 }
 
-// Words of four scales, of the chunks of a k-block: of both rows in the first block of 64, then in the second. Packed so
-// on the host (jitmoe/mx_scales.py).
+// Words of four scales, of the chunks of a k-block: of both rows in the first block of 64, then in the second. Packed
+// so on the host (jitmoe/mxfp4.py).
 DEVICE uint4 chunk_scales(const Smem& smem, u32 stage, u32 first_row) {
     const u32 warp = first_row / 32 + warp_idx() % 4;
     return *reinterpret_cast<const uint4*>(smem.weight_scales[stage] + (warp * 8 + lane_idx() / 4) * 4);

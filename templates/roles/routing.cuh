@@ -20,6 +20,12 @@ DEVICE u32 expert_of_pair(const Params& p, u64 pair) {
 // FP8 weights take tokens in FP8.
 DEVICE bool quantizes_x(const Params& p) { return kQuantizes && p.x_is_bf16; }
 
+// Whether tokens are read from Params::pool in decode: quantised here, or of MXFP4 put in the order of
+// channel_order.cuh here, where CTAs wait for each other anyway.
+DEVICE bool copies_x(const Params& p) {
+    return quantizes_x(p) || (kHasChunkScales && p.num_tokens * kTopK > kNumLocalPairs);
+}
+
 DEVICE float router_weight(const Params& p, u64 pair) {
     return p.weights_are_bf16 ? bf16_low(reinterpret_cast<const u16*>(p.topk_weights)[pair])
                               : reinterpret_cast<const float*>(p.topk_weights)[pair];

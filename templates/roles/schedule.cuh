@@ -173,15 +173,15 @@ DEVICE Task next_task(const Params& p, Smem& smem, const Ring<kNumTaskSlots>& sl
 DEVICE void free_task(Smem& smem, Ring<kNumTaskSlots>& slot) { arrive(&smem.task_empty[slot.stage]); }
 
 // Block scales: number i of a tile's weight rows in k-block 0; further k-blocks follow. GEMM 1: gate, up, and up of the
-// next block where `intermediate` is no multiple of 128 and a tile's up rows straddle two. GEMM 2, and interleaved
-// rows: the tile's two blocks of rows.
+// next block where `intermediate` is no multiple of 128 and a tile's up rows straddle two. GEMM 2, interleaved
+// rows and rows without a gate: the tile's two blocks of rows.
 DEVICE const float* weight_scale(const Params& p, const Task& task, u32 i) {
     if (task.phase == kGemm2) {
         const i64 row = min_of(task.tile * 2 + i, ceil_div(kHidden, 128) - 1);
         return p.w2_scale + task.expert * p.w2_scale_expert_stride + row * p.w2_scale_row_stride;
     }
-    constexpr u32 kLastBlock = ceil_div(2 * kIntermediate, 128) - 1;
+    constexpr u32 kLastBlock = ceil_div(kW13Rows, 128) - 1;
     i64 row = i == 0 ? task.tile : min_of(kUpBlockOffset + task.tile + i - 1, kLastBlock);
-    if constexpr (kInterleaved) row = min_of(2 * task.tile + i, kLastBlock);
+    if constexpr (kInterleaved || !kGated) row = min_of(2 * task.tile + i, kLastBlock);
     return p.w13_scale + task.expert * p.w13_scale_expert_stride + row * p.w13_scale_row_stride;
 }

@@ -43,6 +43,31 @@ DEVICE Share find_extra_share(const Task& task) {
     return {warp / 4, warp % 4, warp / 4 * (kBlockRows / 2), kBlockTokens, task.num_rows - kBlockTokens};
 }
 
+// Groups of 128 channels between the GEMMs, with a scale each, of a tile of GEMM 1: one, beside as many rows of up, or
+// without a gate two, of a warpgroup each where tokens are columns.
+constexpr u32 kTileGroups = kTileChannels / 128;
+
+// Without a gate, the last tile lacks its second group where there are an odd number.
+DEVICE bool has_group(const Task& task, u32 group) {
+    constexpr u32 kGroups = kMidStride / 128;
+    return kGroups % 2 == 0 || task.tile * 2 + group < kGroups;
+}
+
+// Tokens as columns: where 8 channels of a warp begin in the tile. Its 16 rows of a row block are 8 channels with their
+// up, or without a gate two times 8.
+DEVICE u32 first_channel(const Share& share, u32 row_block, u32 half) {
+    const u32 row = share.first_row + row_block * 64;
+    return kGated ? row / 2 + share.warp * 8 : row + share.warp * 16 + half * 8;
+}
+
+// Tokens as rows: the sums, of two tokens each, of the tile's 8 channels from 8 * `eight` on. 64 columns are four times
+// 8 channels and their up by turns, or without a gate eight times 8.
+template <u32 N>
+DEVICE const float* sums_of_channels(const float (&sums)[kShareBlocks<true>][N / 2], u32 eight) {
+    constexpr u32 kStep = kGated ? 8 : 4, kEights = N / 2 / kStep;
+    return sums[eight / kEights] + eight % kEights * kStep;
+}
+
 // Router weights that this lane keeps over the main loop, for the epilogue of GEMM 1 and biases of GEMM 2: beside the
 // stream of weights a load takes microseconds. Of tokens lane and lane + 32 as columns, of rows lane / 4 and + 8 of the
 // warp's as rows.

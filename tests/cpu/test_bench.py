@@ -72,6 +72,8 @@ def test_work_counts_what_is_named():
     assert work.weight_bytes == 2 * layer.expert_bytes
     assert work.num_bytes == work.weight_bytes + layer.activation_bytes
     assert work.flop == 4 * 6 * 256 * 144
+    alone = work_of(replace(layer, gated=False), np.array([[0, 2], [2, -1], [4, 2]]))
+    assert alone.flop == 4 * 4 * 256 * 144 and alone.weight_bytes < work.weight_bytes
     none = work_of(layer, np.full((3, 2), -1))
     assert none.flop == none.weight_bytes == 0
     mean = mean_work([work, none])
@@ -333,6 +335,31 @@ def test_random_weights_are_those_of_the_variant(cupy, monkeypatch, format):
         assert np.array_equal(sets[1].tensors[0], np.roll(first.layer.w13, 1, axis=0))
 
 
+@pytest.mark.parametrize("args", [["--shapes", "S1,S2"], ["--model", "nemotron-3-nano-30b-a3b"]])
+def test_layers_without_a_gate(args, monkeypatch):
+    """Of S1 to S4 by the activation, of a model by its own or another."""
+    measured = []
+    monkeypatch.setattr("jitmoe.cli_bench._gpu", lambda: H200)
+    monkeypatch.setattr(
+        session, "run", lambda points, *_, **__: measured.append(points) or iter([])
+    )
+    assert invoke(*args, "--activation", "relu2_no_gate", "--format", "bf16").exit_code == 0
+    (points,) = measured
+    assert points.variant.activation == Activation("relu2_no_gate")
+    assert not any(layer.gated for layer in points.layers.values())
+    assert invoke(*args, "--activation", "swiglu").exit_code == 0
+    assert all(layer.gated for layer in measured[1].layers.values())
+
+
+def test_weights_without_a_gate(cupy, monkeypatch):
+    cupy.cuda.runtime = SimpleNamespace(memGetInfo=lambda: (0, 0))
+    for gated, rows in ((True, 2 * 144), (False, 144)):
+        variant = Variant("swiglu" if gated else "relu2_no_gate", has_bias=True)
+        sets, first = measure.weight_sets(replace(SMALL, gated=gated), variant=variant)
+        assert first.layer.w13.shape == (4, rows, 256) and first.biases.w13.shape == (4, rows)
+        assert sets[0].gated == gated
+
+
 def test_kernels_built_ahead_are_those_of_the_variant(monkeypatch):
     built = []
     monkeypatch.setattr(session, "build_many", lambda plans: built.extend(plans) or built)
@@ -341,6 +368,60 @@ def test_kernels_built_ahead_are_those_of_the_variant(monkeypatch):
         times.time.sleep(0.01)
     assert {plan.activation for plan in built} == {"swiglu_clamped"}
     assert all(plan.interleaved and plan.has_bias for plan in built)
+
+
+def test_session_with_peers(bench, monkeypatch):
+    def module(name, reason=None, factor=1.0, fails=None):
+        def prepare_or_fail(weights):
+            if fails == "prepare":
+                raise RuntimeError("no memory\nat all")
+
+        return SimpleNamespace(
+            PEER=Peer(name, True, 2.6e-2),
+            available=lambda: reason,
+            prepare=prepare_or_fail,
+            factor=factor,
+            fails=fails,
+        )
+
+    modules = [
+        module("absent", reason="not importable"),
+        module("right"),
+        module("off", factor=1.1),
+        module("unready", fails="prepare"),
+        module("raising", fails="call"),
+    ]
+
+    def prepare_peer(module, weights):
+        module.prepare(weights)
+        return module, weights
+
+    def of_peer(layer, calls, prepared):
+        module, weights = prepared
+        if module.fails == "call":
+            raise RuntimeError("intermediate is limited to 64")
+        return bench(layer, calls, weights, module.factor)
+
+    monkeypatch.setattr(peers, "peers", lambda: modules)
+    monkeypatch.setattr(methods, "prepare_peer", prepare_peer)
+    monkeypatch.setattr(methods, "of_peer", of_peer)
+    said = []
+    points = Points({"small": SMALL}, (1, 3))
+    rows = list(session.run(points, Protocol(), H200, with_peers=True, say=said.append))
+    found = [(row["method"], row["num_tokens"], row["status"]) for row in rows]
+    statuses = {
+        "jitmoe": "ok",
+        "right": "ok",
+        "off": "wrong",
+        "unready": "failed",
+        "raising": "failed",
+    }
+    assert found == [(name, n, status) for name, status in statuses.items() for n in (1, 3)]
+    reasons = {row["method"]: row["reason"] for row in rows}
+    assert reasons["unready"] == "RuntimeError: no memory"
+    assert reasons["off"] == "allowed is a relative error of 0.026"
+    assert all(row["us_median"] is None for row in rows if row["status"] != "ok")
+    assert "peer left out: absent: not importable" in said
 
 
 def test_session_stops_at_its_time_limit(bench, monkeypatch):

@@ -84,9 +84,13 @@ def test_variants():
         assert "got 'up'; say" in refusal(command, *SMALL, "--gate-up", "up")
         assert "got 'fp8_row'; take" in refusal(command, *SMALL, "--format", "fp8_row")
     for format in FORMATS:
-        text = invoke("show", *SMALL, "--format", format, "--plain").stdout
+        text = invoke("show", *SMALL, "--intermediate", 160, "--format", format, "--plain").stdout
         scaled = int(format in ("fp8_channel", "fp8_tensor"))
         assert f"constexpr u32 kChannelScales = {scaled};" in text
+        is_mx = int(format.startswith("mxfp4"))
+        assert f"constexpr u32 kHasChunkScales = {is_mx};" in text
+    text = refusal("show", *SMALL, "--format", "mxfp4_fp8")
+    assert "intermediate must be a multiple of 32 up to 32,768, got 144" in text
 
 
 @pytest.mark.parametrize("gpu", [name for name in GPUS if GPUS[name].arch in KERNEL_ARCHS])
@@ -136,6 +140,7 @@ def test_plan_as_json():
         "num_experts": 4,
         "top_k": 2,
         "format": "fp8_block",
+        "gated": True,
     }
     assert report["grid"] == [132, 1] and report["gpu"]["name"] == "H200"
     assert sum(len(range(*warps(role))) for role in report["roles"]) * 32 == report["num_threads"]
@@ -158,6 +163,22 @@ def test_layer_by_config(tmp_path):
     for path in (tmp_path, tmp_path / "config.json"):
         text = invoke("plan", "--config", path, "--ep", "2").stdout
         assert "my_moe, one rank of 2: 32 tokens, hidden 512, intermediate 320, 8 experts" in text
+
+
+def test_experts_without_a_gate():
+    """Of a preset, or by the activation; no order of gate and up then."""
+    text = invoke("plan", "--model", "nemotron-3-nano-30b-a3b", "--format", "bf16").stdout
+    assert "intermediate 1,856, 128 experts, top_k 6, in bf16, no gate" in text
+    options = ["--activation", "relu2_no_gate"]
+    report = json.loads(invoke("plan", *SMALL, *options, "--json").stdout)
+    assert report["plan"]["activation"] == "relu2_no_gate" and not report["problem"]["gated"]
+    floors = [json.loads(invoke("plan", *SMALL, *o, "--json").stdout) for o in ([], options)]
+    assert floors[1]["floor_math_us"] == pytest.approx(2 / 3 * floors[0]["floor_math_us"])
+    text = invoke("show", *SMALL, *options, "--plain").stdout
+    assert "constexpr u32 kGated = 0;" in text and "GEMMs, squared ReLU, re-quantise" in text
+    for command in ("plan", "show", "warmup", "emulate"):
+        message = refusal(command, *SMALL, *options, "--gate-up", "up_first")
+        assert "gate_up must be left at gate_first for experts without a gate" in message
 
 
 def test_a_model_brings_its_activation(tmp_path):

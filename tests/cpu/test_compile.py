@@ -1,8 +1,11 @@
 """Every shipped plan compiles for sm_90a without spills or performance warnings of ptxas."""
 
+from dataclasses import replace
+
 import pytest
 
 from jitmoe.jit.build import build_many
+from jitmoe.plan.formats import format_of
 from jitmoe.plan.gpu import gpu_spec
 from jitmoe.plan.heuristics import plans_of_model
 from jitmoe.plan.models import MODELS, ModelShape
@@ -19,6 +22,7 @@ USUAL_EP = {
     "gpt-oss-20b": 2,
     "gpt-oss-120b": 8,
     "mixtral-8x7b": 2,
+    "nemotron-3-nano-30b-a3b": 2,
     "qwen3-30b-a3b": 4,
     "qwen3-235b-a22b": 8,
     "qwen3-next-80b-a3b": 4,
@@ -41,6 +45,17 @@ BF16_SHAPES = [
     ModelShape("ragged rows", 1008, 1840, 40, 19, "test"),
     ModelShape("smallest", 16, 16, 1, 1, "test"),
 ]
+# Experts without a gate: every activation, format, and biases.
+NO_GATE = [
+    ("relu2_no_gate", "fp8_block", False),
+    ("silu_no_gate", "fp8_block", False),
+    ("gelu_tanh_no_gate", "fp8_block", True),
+    ("gelu_erf_no_gate", "fp8_block", False),
+    ("relu2_no_gate", "fp8_channel", False),
+    ("gelu_erf_no_gate", "fp8_channel", True),
+    ("relu2_no_gate", "bf16", False),
+    ("gelu_erf_no_gate", "bf16", True),
+]
 
 
 def shipped_plans():
@@ -60,9 +75,19 @@ def shipped_plans():
     in_fp8 = [model for model in MODELS.values() if model.format == "fp8_block"]
     for shape in (*in_fp8, *ODD_SHAPES):
         problem = shape.problem(1, format="fp8_channel")
+        kind = {"activation": shape.activation.function}
         for has_bias in {False, shape in ODD_SHAPES}:
-            for plan in plans_of_model(problem, gpu, has_bias=has_bias).values():
+            for plan in plans_of_model(problem, gpu, has_bias=has_bias, **kind).values():
                 plans[plan] = f"fp8_channel {shape.name} {plan.bucket}{', biases' * has_bias}"
+    for shape in (*ODD_SHAPES[::3], *BF16_SHAPES[::2]):
+        for kind, format, has_bias in NO_GATE:
+            alone = replace(shape, activation=kind, has_bias=has_bias)
+            if alone.hidden % format_of(format).hidden_step:
+                continue
+            fields = alone.variant.plan_fields
+            for plan in plans_of_model(alone.problem(1, format=format), gpu, **fields).values():
+                name = f"{format} {kind} {shape.name} {plan.bucket}{', biases' * has_bias}"
+                plans.setdefault(plan, name)
     return plans
 
 

@@ -672,6 +672,23 @@ def test_maps_of_w13(monkeypatch, gate_up):
     assert rows == gate[:8] + up[:8] + gate[8:] + up[8:]
 
 
+def test_maps_without_a_gate(monkeypatch):
+    """Both of rows as they lie, which may be apart."""
+    maps = []
+    monkeypatch.setattr(prepare, "encode_u8_map", lambda *given: maps.append(given) or b"")
+    w13 = FakeArray((EXPERTS, INTERMEDIATE, HIDDEN), "uint8", (2 * HIDDEN * 300, 2 * HIDDEN, 1))
+    scale = FakeArray((EXPERTS, -(-INTERMEDIATE // 128), HIDDEN // 128), "float32")
+    weights = ExpertWeights(**weight_arrays() | {"w13": w13, "w13_scale": scale})
+    assert not weights.gated
+    plan = choose(weights.problem(1, TOP_K), gpu_spec("h200"), activation="relu2_no_gate")
+    prepare._weight_maps(weights, plan)
+    for _, _, _, box in maps:
+        assert box == [plan.block_k_bytes, plan.block_rows, 1]
+    assert maps[0][1] == [HIDDEN, INTERMEDIATE, EXPERTS]
+    assert maps[0][2] == [2 * HIDDEN, 2 * HIDDEN * 300]
+    assert maps[1][1] == [INTERMEDIATE, HIDDEN, EXPERTS]
+
+
 def test_bf16_launches(kernel):
     weights, workspace = bf16_weights(), RoomyWorkspace()
     mega_moe(

@@ -12,6 +12,7 @@ from jitmoe.emulate.mega_moe import EmulatedLayer
 from jitmoe.plan.gpu import GPUS
 from jitmoe.plan.heuristics import plans_of_model
 from jitmoe.plan.models import MODELS, model_shape
+from jitmoe.plan.variant import is_gated
 from jitmoe.reference_biases import random_biases
 
 try:
@@ -43,7 +44,8 @@ def layers():
     def get(plan, checked) -> EmulatedLayer:
         if (plan, checked) not in made:
             sizes = plan.num_experts, plan.hidden, plan.intermediate
-            layer = reference.random_layer(*sizes, 0, format=plan.format)
+            kind = {"format": plan.format, "gated": is_gated(plan.activation)}
+            layer = reference.random_layer(*sizes, 0, **kind)
             biases = random_biases(*sizes, 1) if plan.has_bias else None
             num_tokens = NUM_TOKENS[plan.bucket]
             made[plan, checked] = EmulatedLayer(plan, layer, num_tokens, 3, checked, biases=biases)

@@ -17,12 +17,14 @@ from jitmoe.plan.heuristics import choose
 from jitmoe.plan.mega_moe import MegaMoePlan
 from jitmoe.plan.plan import PlanError
 from jitmoe.plan.problem import MAX_TOKENS, MoeProblem
+from jitmoe.plan.variant import is_gated
 
 try:
     compiler()
 except NoHostCompiler as error:
     pytest.skip(str(error), allow_module_level=True)
 
+KINDS = {True: "swiglu", False: "relu2_no_gate"}
 NUM_PLANS, CALLS_PER_PLAN = 14, 15
 MOST_TOKENS = 150
 MOST_WORK = 20e6  # pairs * hidden * intermediate of a call: some tenths of a second
@@ -40,8 +42,9 @@ def random_plan(rng: random.Random, bucket: str) -> MegaMoePlan:
         intermediate,
         num_experts=rng.choice([1, 2, 3, 5, 8, 33]),
         top_k=rng.choice([1, 2, 3, 4, 7]),
+        gated=rng.random() < 0.7,
     )
-    plan = choose(problem, GPUS["h200"])
+    plan = choose(problem, GPUS["h200"], activation=KINDS[problem.gated])
     assert plan.bucket == bucket
     while True:
         other = replace(
@@ -72,7 +75,8 @@ PLANS = random_plans()
 def layer_of(plan: MegaMoePlan) -> reference.Layer:
     sizes = plan.num_experts, plan.hidden, plan.intermediate
     outliers = plan.num_task_slots % 2
-    return reference.random_layer(*sizes, seed=0, outliers=outliers, format=plan.format)
+    kind = {"format": plan.format, "gated": is_gated(plan.activation)}
+    return reference.random_layer(*sizes, seed=0, outliers=outliers, **kind)
 
 
 @dataclass(frozen=True)
@@ -167,6 +171,7 @@ def check(plan: MegaMoePlan, call: Call):
     capacity = call.num_tokens + call.spare_tokens
     emulated = EmulatedLayer(plan, layer, max_tokens=capacity, num_blocks=call.num_blocks)
     y = emulated(x, ids, weights, seed=call.seed)
-    ref = reference.mega_moe(codes, scale, ids, weights, *layer, requantize=True)
+    call = codes, scale, ids, weights, *layer
+    ref = reference.mega_moe(*call, requantize=True, activation=plan.activation)
     assert reference.relative_error(y, ref) < 5e-3  # duplicates add the same rounding several times
     assert reference.worst_element(y, ref) < 0.06

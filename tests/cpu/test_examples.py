@@ -268,6 +268,7 @@ def test_comparison():
         record(1, 84.0, read_gbps=4230.27),  # a card that is 1 % slower
         record(8, 305.0),
         record(8, 310.0, routing="zipf"),
+        record(8, 200.0, activation="relu2_no_gate"),
         record(8192, 5000.0, floor_us=4009.0, fp8_tflops=1595.0),  # and one 10 % faster
         record(8, 320.0, method="sgl", is_block_fp8=True),
         record(8, 100.0, method="bf16", is_block_fp8=False),

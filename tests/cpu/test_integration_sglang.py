@@ -21,10 +21,12 @@ from torch_layer import (  # noqa: E402
     EXPERTS,
     HIDDEN,
     INTERMEDIATE,
+    NO_GATE,
     WEIGHTS,
     error,
     fp8_layer,
     mx_layer,
+    no_gate_weights,
     quantized,
     quantized_by_token,
     tokens,
@@ -166,14 +168,29 @@ def test_mxfp4(adapter, format, is_oss):
         assert error(y, given, layer, x=x, **variant) < 4e-3
 
 
+@pytest.mark.parametrize(
+    ("activation", "ours"),
+    [("relu2", "relu2_no_gate"), ("silu", "silu_no_gate"), ("gelu", "gelu_erf_no_gate")],
+)
+def test_experts_without_a_gate(adapter, activation, ours):
+    given = tokens(9)
+    w13, w2, *scales = no_gate_weights(NO_GATE)
+    quant = replace(QUANT, w13_weight=w13, w2_weight=w2, w13_scale=scales[0], w2_scale=scales[1])
+    config = replace(CONFIG, is_gated=False, activation=activation)
+    core = sglang.FACTORIES["jitmoe"](config)
+    y = core.run_from_dispatch(dispatched(given), quant, config).hidden_states
+    assert error(y, given, NO_GATE, activation=ours) < 4e-3
+
+
 # Refusals
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"is_gated": False}, "is_gated True, got False"),
         ({"activation": "relu2"}, "activation silu or gelu, got relu2"),
+        ({"is_gated": False, "activation": "tanh"}, "relu2, silu, gelu without a gate, got tanh"),
+        ({"is_gated": False, "swiglu_limit": 7.0}, "swiglu_limit None for silu without a gate"),
         ({"activation": "gelu", "swiglu_limit": 7.0}, "swiglu_limit None for gelu, got 7.0"),
         ({"activation": "gelu", "gemm1_alpha": 1.7}, "gemm1_alpha None for gelu"),
         ({"no_combine": True}, "no_combine False, got True"),

@@ -212,6 +212,15 @@ def test_packed_scales_are_those_of_numpy(format, rows, groups, gate_up):
     assert mxfp4.packed_shape(3, rows, 32 * groups, gate_up) == made.shape
 
 
+@pytest.mark.parametrize("format", MX_FORMATS)
+def test_mxfp4_without_a_gate(format):
+    sizes = torch_layer.EXPERTS, HIDDEN, torch_layer.INTERMEDIATE
+    layer = reference.random_layer(*sizes, seed=1, format=format, gated=False)
+    weights = map(torch.from_numpy, (layer.w13, layer.w2, *layer[1::2]))
+    given, kwargs = tokens(7), {"format": format, "activation": "relu2_no_gate"}
+    assert error(emulate(*given, *weights, **kwargs), given, layer, **kwargs) < 4e-3
+
+
 def test_mxfp4_scales_are_packed_once(monkeypatch):
     given, (_, weights) = tokens(3), torch_layer.mx_layer("mxfp4_bf16")
     made, pack = [], torch_scales.pack_scales
@@ -326,6 +335,21 @@ def test_variants(variant, has_out):
     y = emulate(*given, *WEIGHTS, **variant, **kwargs)
     assert error(y, given, **variant) < 4e-3
     assert not torch.equal(y, emulate(*given, *WEIGHTS))
+
+
+@pytest.mark.parametrize("layer", [torch_layer.NO_GATE, torch_layer.NO_GATE_BF16])
+def test_experts_without_a_gate(layer):
+    given, weights = tokens(9), torch_layer.no_gate_weights(layer)
+
+    def run(x, ids, router):
+        return emulate(x, ids, router, *weights, activation="relu2_no_gate")
+
+    y = run(*given)
+    assert error(y, given, layer, activation="relu2_no_gate") < 4e-3
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*given), y)
+    message = refusal(ValueError, lambda: emulate(*given, *weights))
+    assert "one of relu2_no_gate, " in message and "got 'swiglu'; take one" in message
 
 
 def test_batch_invariant(monkeypatch):

@@ -14,7 +14,19 @@ transformers = pytest.importorskip(
 )
 
 from qwen3_moe import NAMES, bf16_model, fp8_model  # noqa: E402
-from torch_layer import EXPERTS, LAYER, TOP_K, WEIGHTS, error, tokens  # noqa: E402
+from torch_layer import (  # noqa: E402
+    EXPERTS,
+    HIDDEN,
+    INTERMEDIATE,
+    LAYER,
+    NO_GATE,
+    NO_GATE_BF16,
+    TOP_K,
+    WEIGHTS,
+    error,
+    no_gate_weights,
+    tokens,
+)
 from transformers.activations import ACT2FN  # noqa: E402
 from transformers.integrations import finegrained_fp8, moe  # noqa: E402
 
@@ -96,6 +108,7 @@ def test_bf16_experts(num_tokens):
         (torch.nn.SiLU(), "swiglu"),
         (ACT2FN["gelu"], "geglu_erf"),
         (ACT2FN["gelu_pytorch_tanh"], "geglu_tanh"),
+        (ACT2FN["relu2"], "reglu2"),
     ],
 )
 @torch.no_grad()
@@ -140,6 +153,62 @@ def test_scales_in_powers_of_two():
     scales = [getattr(experts, name).float().numpy() for name in NAMES[2:]]
     layer = LAYER._replace(w13_scale=scales[0], w2_scale=scales[1])
     assert error(experts(*given), given, layer) < 4e-3
+
+
+def no_gate_experts(format: str):
+    """Of a Nemotron-H, and as its FP8 checkpoints would be loaded."""
+    from transformers.models.nemotron_h import configuration_nemotron_h, modeling_nemotron_h
+
+    config = configuration_nemotron_h.NemotronHConfig(
+        hidden_size=HIDDEN,
+        moe_intermediate_size=INTERMEDIATE,
+        n_routed_experts=EXPERTS,
+        num_experts_per_tok=TOP_K,
+    )
+    config._experts_implementation = "jitmoe"
+    experts = modeling_nemotron_h.NemotronHExperts(config)
+    if format != "bf16":
+        config.hidden_act = config.mlp_hidden_act  # where FP8Experts looks
+        model = torch.nn.ModuleDict({"mixer": torch.nn.ModuleDict({"experts": experts})})
+        model.config = config
+        quantisation = transformers.FineGrainedFP8Config()
+        finegrained_fp8.replace_with_fp8_linear(model, quantization_config=quantisation)
+        experts = model["mixer"]["experts"]
+        assert type(experts).__name__ == "FP8Experts" and not experts.has_gate
+    layer = NO_GATE_BF16 if format == "bf16" else NO_GATE
+    names = ("up_proj", "down_proj", "up_proj_scale_inv", "down_proj_scale_inv")
+    for name, tensor in zip(names, no_gate_weights(layer), strict=False):
+        setattr(experts, name, torch.nn.Parameter(tensor, requires_grad=False))
+    return experts, layer
+
+
+@pytest.mark.parametrize("num_tokens", [1, 20, 150])
+@pytest.mark.parametrize("format", ["bf16", "fp8_block"])
+@torch.no_grad()
+def test_experts_without_a_gate(format, num_tokens):
+    (experts, layer), given = no_gate_experts(format), tokens(num_tokens)
+    ids, router = given.topk_ids.long(), given.topk_weights.bfloat16()
+    y = experts(given.x, ids, router)
+    assert y.dtype == torch.bfloat16 and y.shape == given.x.shape
+    assert error(y, (given.x, ids, router), layer, activation="relu2_no_gate") < 4e-3
+    experts.act_fn = torch.nn.SiLU()
+    y = experts(given.x, ids, router)
+    assert error(y, (given.x, ids, router), layer, activation="silu_no_gate") < 4e-3
+    experts.act_fn = torch.nn.Tanh()
+    assert "needs activation silu, gelu or relu2, got Tanh" in refused(lambda: experts(*given))
+
+
+@torch.no_grad()
+def test_nemotron_experts_are_their_own():
+    """Beside the loop of the module itself."""
+    experts, _ = no_gate_experts("bf16")
+    given = reference.random_tokens(20, HIDDEN, EXPERTS, TOP_K, 2)
+    x, ids, router = (torch.from_numpy(part) for part in given)
+    given = x.bfloat16(), ids.long(), router
+    y = experts(*given).float()
+    experts.config._experts_implementation = "eager"
+    wanted = experts(*given).float()
+    assert (y - wanted).norm() < 0.01 * wanted.norm()
 
 
 # Gates by the fields of a configuration, with limits that the values pass, and the activations that
@@ -275,7 +344,6 @@ def test_grad_is_refused():
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        ("has_gate", False, "needs has_gate True, got False"),
         ("is_concatenated", False, "is_concatenated True"),
         ("is_transposed", True, "is_transposed False"),
         ("has_bias", True, "has_bias False"),
@@ -286,7 +354,7 @@ def test_grad_is_refused():
         ("swiglu_alpha", 1.702, "needs a swiglu_limit beside swiglu_alpha, got None"),
         ("limit", 10.0, "limit None as swiglu_limit, got 10.0"),
         ("gate_softcap", 5.0, "gate_softcap None"),
-        ("act_fn", torch.nn.ReLU(), "activation silu or gelu, got ReLU"),
+        ("act_fn", torch.nn.ReLU(), "activation silu, gelu or relu2, got ReLU"),
     ],
 )
 @torch.no_grad()
@@ -302,11 +370,10 @@ def test_other_experts_are_refused(field, value, words):
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        ("has_gate", False, "needs has_gate True, got False"),
         ("is_concatenated", False, r"_apply_gate act\(gate\) \* up, got _default_apply_gate"),
         ("has_post_expert_norm", True, "has_post_expert_norm False"),
         ("limit", 7.0, "up, cut off at the limit, got _default_apply_gate"),
-        ("act_fn", ACT2FN["quick_gelu"], "activation silu or gelu, got Quick"),
+        ("act_fn", ACT2FN["quick_gelu"], "activation silu, gelu or relu2, got Quick"),
         ("_apply_gate", lambda gate_up: gate_up, r"_apply_gate act\(gate\) \* up, got"),
     ],
 )

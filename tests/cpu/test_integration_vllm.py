@@ -21,10 +21,13 @@ from torch_layer import (  # noqa: E402
     EXPERTS,
     HIDDEN,
     INTERMEDIATE,
+    NO_GATE,
+    NO_GATE_BF16,
     WEIGHTS,
     error,
     fp8_layer,
     mx_layer,
+    no_gate_weights,
     quantized,
     quantized_by_token,
     tokens,
@@ -178,6 +181,30 @@ def test_activations(experts, activation, numbers, ours):
     assert torch.equal(y, run(experts(replace(MOE, **of_model)), given, activation=activation))
 
 
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("RELU2_NO_MUL", "relu2_no_gate"),
+        ("SILU_NO_MUL", "silu_no_gate"),
+        ("GELU_NO_MUL", "gelu_erf_no_gate"),
+        ("GELU_TANH_NO_MUL", "gelu_tanh_no_gate"),
+    ],
+)
+def test_experts_without_a_gate(experts, name, ours):
+    """In both formats; numbers of a gate mean nothing there."""
+    given, options = tokens(9), {"activation": vllm.MoEActivation[name]}
+    for layer in (NO_GATE, NO_GATE_BF16):
+        w1, w2, *scales = no_gate_weights(layer)
+        quantisation = dict(zip(("w1_scale", "w2_scale"), scales or (None, None), strict=True))
+        if not scales:
+            quantisation["block_shape"] = None
+        made = experts(replace(MOE, is_act_and_mul=False, swiglu_limit=0.5), **quantisation)
+        y = vllm.run(made, quantized, given[0], w1, w2, given[2], given[1], **options)
+        assert error(y, given, layer, activation=ours) < 4e-3
+    with pytest.raises(ValueError, match="be one of relu2_no_gate, .* 'swiglu_clamped'; take"):
+        vllm.run(made, quantized, given[0], w1, w2, given[2], given[1])
+
+
 def test_weights_on_the_input_are_there_already(experts):
     x, ids, router = tokens(9)
     given = x, ids[:, :1].contiguous(), router[:, :1].contiguous()
@@ -246,6 +273,7 @@ def test_what_is_left_to_finalize(adapter, experts):
 
 KEYS = vllm.FP8_BLOCKS, vllm.FP8_TOKENS
 STANDARD, BATCHED = vllm.FusedMoEActivationFormat
+RELU2 = vllm.MoEActivation.RELU2_NO_MUL
 
 
 @pytest.mark.parametrize(
@@ -256,7 +284,8 @@ STANDARD, BATCHED = vllm.FusedMoEActivationFormat
         ({"activation": OAI}, KEYS, STANDARD, None),
         ({"activation": vllm.MoEActivation.SWIGLUOAI}, KEYS, STANDARD, None),
         ({"activation": vllm.MoEActivation.SWIGLUSTEP}, KEYS, STANDARD, "activation"),
-        ({"is_act_and_mul": False}, KEYS, STANDARD, "no act_and_mul"),
+        ({"is_act_and_mul": False, "activation": RELU2}, KEYS, STANDARD, None),
+        ({"is_act_and_mul": False, "activation": RELU2}, (None, None), STANDARD, None),
         ({"hidden_dim": 2880}, (vllm.MXFP4, None), STANDARD, None),
         ({"hidden_dim": 2888}, KEYS, STANDARD, "hidden"),
         ({"is_lora_enabled": True}, KEYS, STANDARD, "LoRA"),

@@ -23,6 +23,7 @@ SHAPES = {
     "kimi-k2": (7168, 2048, 384, 8),
     "minimax-m2": (3072, 1536, 256, 8),
     "mixtral-8x7b": (4096, 14336, 8, 2),
+    "nemotron-3-nano-30b-a3b": (2688, 1856, 128, 6),
     "qwen3-30b-a3b": (2048, 768, 128, 8),
     "qwen3-235b-a22b": (4096, 1536, 128, 8),
     "qwen3-next-80b-a3b": (2048, 512, 512, 10),
@@ -38,6 +39,7 @@ def test_presets():
     assert all(model.name == name and model.source for name, model in MODELS.items())
     assert models.MODELS is MODELS
     kinds = dict.fromkeys(("deepseek-v4-flash", "deepseek-v4-pro"), "swiglu_clamped")
+    kinds["nemotron-3-nano-30b-a3b"] = "relu2_no_gate"
     kinds |= dict.fromkeys(("gpt-oss-20b", "gpt-oss-120b"), "swiglu_oai")
     for name, model in MODELS.items():
         assert model.activation == Activation(kinds.get(name, "swiglu"))
@@ -194,6 +196,35 @@ def test_from_config(family, tmp_path):
 
 
 GOOD = CONFIGS["qwen3"][0]
+NEMOTRON = {
+    "model_type": "nemotron_h",
+    "hidden_size": 2688,
+    "intermediate_size": 1856,
+    "moe_intermediate_size": 1856,
+    "moe_latent_size": None,
+    "mamba_hidden_act": "silu",
+    "mlp_hidden_act": "relu2",
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 6,
+}
+
+
+def test_experts_without_a_gate(tmp_path):
+    """By their family; with latent projections, what comes to the experts are their channels."""
+    model = from_config(write(tmp_path, NEMOTRON))
+    assert shape_of(model) == shape_of(MODELS["nemotron-3-nano-30b-a3b"]) == (2688, 1856, 128, 6)
+    assert model.activation == MODELS["nemotron-3-nano-30b-a3b"].activation
+    problem = model.problem(8, format="bf16")
+    assert not problem.gated and problem.expert_bytes == 2 * 2 * 2688 * 1856
+    latent = from_config(write(tmp_path, NEMOTRON | {"moe_latent_size": 1024}))
+    assert shape_of(latent) == (1024, 1856, 128, 6)
+    for name, kind in {"silu": "silu_no_gate", "gelu_new": "gelu_tanh_no_gate"}.items():
+        changed = from_config(write(tmp_path, NEMOTRON | {"mlp_hidden_act": name}))
+        assert changed.activation.kind == kind
+    with pytest.raises(ValueError, match="mlp_hidden_act must be one of relu2, .*, got 'relu'; th"):
+        from_config(write(tmp_path, NEMOTRON | {"mlp_hidden_act": "relu"}))
+    with pytest.raises(ValueError, match="limit must be None for relu2_no_gate, which takes no nu"):
+        from_config(write(tmp_path, NEMOTRON | {"swiglu_limit": 7.0}))
 
 
 @pytest.mark.parametrize(
@@ -275,7 +306,7 @@ def test_activations_of_a_config_that_are_refused(changes, message, tmp_path):
     [
         ({"num_experts": 0}, "describes no mixture of experts: it sets none of n_routed_experts, "),
         ({"num_experts_per_tok": None}, "must set the model's top_k, under one of num_experts_per"),
-        ({"hidden_size": None}, "must set the model's hidden, under one of hidden_size, "),
+        ({"hidden_size": None}, "the model's hidden, under one of moe_latent_size, hidden_si"),
         ({"moe_intermediate_size": [768, 384]}, "the same in every layer, got .768, 384."),
         ({"hidden_size": "2048"}, "hidden must be a positive integer, got '2048'"),
         ({"num_experts_per_tok": 8.5}, "top_k must be a positive integer, got 8.5"),

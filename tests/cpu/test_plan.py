@@ -461,6 +461,29 @@ def test_bf16_by_hand():
     assert (plan.constants["element_bytes"], fp8.constants["element_bytes"]) == (2, 1)
 
 
+def test_no_gate_by_hand():
+    """Two thirds of the bytes and FLOP; a tile of GEMM 1 is 256 channels."""
+    for format, width in (("fp8_block", 1), ("fp8_channel", 1), ("fp8_tensor", 1), ("bf16", 2)):
+        problem = MoeProblem(3, 256, 400, 4, 2, format, gated=False)
+        scales = {"fp8_block": 4 * 2 + 2 * 4, "fp8_channel": 400 + 256, "fp8_tensor": 2}
+        weights = 2 * 256 * 400
+        assert problem.expert_bytes == width * weights + 4 * scales.get(format, 0)
+        gated = replace(problem, gated=True)
+        assert (problem.w13_rows, gated.w13_rows) == (400, 800)
+        assert problem.flop == 6 * 2 * weights and 3 * problem.flop == 2 * gated.flop
+        assert problem.activation_bytes == gated.activation_bytes
+        plan = choose(problem, H200, activation="relu2_no_gate")
+        with_gate = choose(gated, H200)
+        assert (plan.num_tiles_1, with_gate.num_tiles_1) == (2, 4)
+        assert plan.num_tiles_2 == with_gate.num_tiles_2
+        same = {"gated": (0, 1), "tile_channels": (256, 128), "w13_rows": (400, 800)}
+        same |= {"up_block_rest": (0, 16), "mid_stride": (512, 512)}
+        for name, values in same.items():
+            assert (plan.constants[name], with_gate.constants[name]) == values, name
+    with pytest.raises(TypeError, match="gated must be True or False, got 1; pass a bool"):
+        replace(problem, gated=1)
+
+
 def test_bf16_memory():
     """Twice the bytes of a channel, no scales, and in decode no copy of x."""
     for num_tokens in (8, 8192):
@@ -501,9 +524,9 @@ def test_bf16_refuses_ragged_rows(hidden):
 
 @pytest.mark.parametrize("format", ["fp8", None, "BF16", 3])
 def test_unknown_formats_are_refused(format):
-    with pytest.raises(ValueError, match="format must be one of fp8_block, .*, bf16, got"):
+    with pytest.raises(ValueError, match="format must be one of fp8_block, .*, mxfp4_bf16, got"):
         replace(BF16, format=format)
-    with pytest.raises(PlanError, match="format must be one of fp8_block, .*, bf16, got"):
+    with pytest.raises(PlanError, match="format must be one of fp8_block, .*, mxfp4_bf16, got"):
         replace(choose(S1, H200), format=format).check(ROOMY)
 
 

@@ -38,6 +38,8 @@ def test_a_layer_of_every_format(format):
     weights = jitmoe.ExpertWeights(w13, w2, w13_scale, w2_scale, format=said)
     assert weights.format == format
     assert (weights.num_experts, weights.hidden, weights.intermediate) == (3, 256, 96)
+    scales = sum(scale.nbytes for scale in weights.tensors[2:] if scale is not None)
+    assert weights.num_bytes == w13.nbytes + w2.nbytes + scales
 
 
 def test_random_layers_are_made_by_it():

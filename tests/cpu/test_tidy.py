@@ -24,7 +24,7 @@ JITMOE_ARROWS = {
     "plan": {"plan"},
     "jit": {"plan", "settings", "jit"},
     "run": {"plan", "jit", "settings", "run"},
-    "emulate": {"plan", "jit", "settings", "reference", "reference_biases", "emulate"},
+    "emulate": {"plan", "jit", "settings", "mxfp4", "reference", "reference_biases", "emulate"},
     "tracing": {"plan", "jit", "tracing"},
     "peers": {"peers"},
     "bench": {"plan", "jit", "run", "fp8", "reference", "weights", "measure", "peers", "bench"},
@@ -58,6 +58,7 @@ ORDER = {
         "scales",
         "mega_moe_params",
         "mega_moe_scratch",
+        "mega_moe_smem",
         "mega_moe",
         "heuristics",
     ],
@@ -195,7 +196,7 @@ def test_only_rooms_constants_macros_and_wgmma_are_jinja():
     paths = {p.relative_to(TEMPLATES).as_posix() for p in TEMPLATES.rglob("*.jinja")}
     jinja = {path for path in paths if not path.startswith("emulated/")}
     rooms = {name for name in jinja if name.endswith(".cu.jinja")}
-    wgmma = {"device/wgmma.cuh.jinja", "device/wgmma_bf16.cuh.jinja"}
+    wgmma = {f"device/wgmma{kind}.cuh.jinja" for kind in ("", "_bf16", "_registers")}
     assert jinja - rooms == {"constants.cuh.jinja", "macros.jinja"} | wgmma
 
 

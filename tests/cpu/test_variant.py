@@ -83,7 +83,8 @@ def test_numbers_need_no_other_kernel():
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_plan_and_text_name_the_activation(function):
-    for plan in plans_of_model(PROBLEM, H200, activation=function).values():
+    problem = replace(PROBLEM, gated=not function.endswith("_no_gate"))
+    for plan in plans_of_model(problem, H200, activation=function).values():
         assert plan.activation == function
         text = render(plan)
         assert f"constexpr u32 kActivation = {list(FUNCTIONS).index(function)};" in text
@@ -95,6 +96,25 @@ def test_plan_refuses_other_functions():
         replace(choose(PROBLEM, H200), activation="swiglu_oai").check(H200)
     with pytest.raises(PlanError, match="activation of a plan must be one of .*, got 'silu'"):
         choose(PROBLEM, H200, activation="silu")
+
+
+def test_experts_without_a_gate():
+    """Kinds that take no gate are the functions that end so, and refuse an order of halves."""
+    assert [kind for kind in KINDS if not Activation(kind).gated] == [
+        *("relu2_no_gate", "silu_no_gate", "gelu_tanh_no_gate", "gelu_erf_no_gate")
+    ]
+    for gate_up in ("up_first", "interleaved"):
+        with pytest.raises(ValueError, match=f"without a gate, whose .*, got '{gate_up}'; leave"):
+            Variant("relu2_no_gate", gate_up=gate_up)
+    problem = replace(PROBLEM, gated=False)
+    plan = choose(problem, H200, **Variant("relu2_no_gate").plan_fields)
+    for field in ("up_first", "interleaved"):
+        with pytest.raises(PlanError, match="gate_up must be left at gate_first for experts with"):
+            replace(plan, **{field: True}).check(H200)
+    with pytest.raises(PlanError, match="swiglu is of experts with a gate, the .* gated False; "):
+        choose(problem, H200)
+    with pytest.raises(PlanError, match="relu2_no_gate is of experts without a gate, .* True; "):
+        choose(PROBLEM, H200, activation="relu2_no_gate")
 
 
 def test_scalars_are_the_last_parameters():
@@ -133,12 +153,18 @@ FORMULAS = {
     "swiglu_oai": swiglu_oai,
     "geglu_tanh": lambda g, u: gelu_tanh(g) * u,
     "geglu_erf": lambda g, u: g * math.erfc(-g / math.sqrt(2)) / 2 * u,
+    "reglu2": lambda g, u: (g * g if g > 0 else 0) * u,
+    "relu2_no_gate": lambda x, _: x * x if x > 0 else 0,
+    "silu_no_gate": lambda x, _: x * sigmoid(x),
+    "gelu_tanh_no_gate": lambda x, _: gelu_tanh(x),
+    "gelu_erf_no_gate": lambda x, _: x * math.erfc(-x / math.sqrt(2)) / 2,
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_oracle_by_hand(kind):
-    assert np.allclose(activate(GATES, UPS, kind), by_hand(FORMULAS[kind]), rtol=1e-14, atol=1e-14)
+    ups = UPS if Activation(kind).gated else None
+    assert np.allclose(activate(GATES, ups, kind), by_hand(FORMULAS[kind]), rtol=1e-14, atol=1e-14)
 
 
 def random_call(top_k=2):

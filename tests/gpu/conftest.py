@@ -96,18 +96,22 @@ class Call(NamedTuple):
 
 @pytest.fixture(scope="session")
 def make_layer():
-    """make_layer(num_experts, hidden, intermediate, seed=0, outliers=0, format=...): memoised."""
+    """make_layer(num_experts, hidden, intermediate, seed=0, outliers=0, format=..., gated=True):
+    memoised.
+    """
     import cupy
 
     made = {}
 
-    def make(num_experts, hidden, intermediate, seed=0, outliers=0, format="fp8_block"):
-        key = (num_experts, hidden, intermediate, seed, outliers, format)
+    def make(
+        *sizes, seed: int = 0, outliers: int = 0, format: str = "fp8_block", gated: bool = True
+    ):
+        key = (*sizes, seed, outliers, format, gated)
         if key not in made:
-            options = {"seed": seed, "xp": cupy, "outliers": outliers, "format": format}
-            codes = reference.random_layer(*key[:3], **options)
+            options = {"seed": seed, "xp": cupy, "outliers": outliers}
+            codes = reference.random_layer(*sizes, **options, format=format, gated=gated)
             weights = ExpertWeights(codes.w13, codes.w2, codes.w13_scale, codes.w2_scale)
-            made[key] = Layer(codes, weights, *key[:3])
+            made[key] = Layer(codes, weights, *sizes)
         return made[key]
 
     yield make

@@ -3,6 +3,7 @@
 import pytest
 
 from jitmoe import Activation, ExpertWeights, mega_moe, reference
+from jitmoe.plan.formats import FORMATS
 from jitmoe.reference_biases import random_biases
 
 EXACT_BOUND = 2.6e-2  # the noise of the format, at sizes that average it out
@@ -152,6 +153,44 @@ def test_up_first(make_layer, make_call, workspace, activation, num_tokens):
     call = make_call(layer._replace(weights=weights), num_tokens, 3)
     y = call.run(call.fp8, workspace, activation=activation)
     call.check(y, 4e-2, activation=activation, gate_up="up_first")
+
+
+NO_GATE = ("relu2_no_gate", "silu_no_gate", "gelu_tanh_no_gate", "gelu_erf_no_gate")
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16, 300, 2000])
+@pytest.mark.parametrize("sizes", [(12, 512, 272), (3, 640, 208), (2, 4096, 400)], ids=str)
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("kind", NO_GATE)
+def test_no_gate(make_layer, make_call, workspace, kind, format, sizes, num_tokens):
+    """Tiles that lack a group of channels, and such that are joined before the activation."""
+    layer = make_layer(*sizes, format=format, gated=False)
+    call = make_call(layer, num_tokens, 2)
+    x = call.bf16 if format == "bf16" else call.fp8
+    y = call.run(x, workspace, activation=kind)
+    call.check(y, BF16_BOUND if format == "bf16" else 4e-2, activation=kind)
+    assert (y == call.run(x, workspace, activation=kind)).all(), "the same bits"
+
+
+@pytest.mark.parametrize("num_tokens", [16, 300, 2000])
+@pytest.mark.parametrize("format", ["fp8_block", "fp8_channel", "bf16"])
+def test_no_gate_with_biases(make_layer, make_call, workspace, format, num_tokens):
+    import cupy
+
+    sizes = 8, 512, 272
+    layer = make_layer(*sizes, format=format, gated=False)
+    biases = random_biases(*sizes, seed=3, xp=cupy, gated=False)
+    biases = {"w13_bias": biases.w13, "w2_bias": biases.w2}
+    codes = layer.codes
+    scales = codes.w13_scale, codes.w2_scale
+    layer = layer._replace(weights=ExpertWeights(codes.w13, codes.w2, *scales, **biases))
+    call = make_call(layer, num_tokens, 2)
+    x = call.bf16 if format == "bf16" else call.fp8
+    for variant in ({"activation": "relu2_no_gate"}, {"activation": "silu_no_gate"}):
+        for on_input in (False, True):
+            variant |= {"apply_router_weight_on_input": on_input, "routed_scaling_factor": 2.5}
+            y = call.run(x, workspace, **variant)
+            call.check(y, BF16_BOUND if format == "bf16" else 4e-2, **variant, **biases)
 
 
 def with_scales(layer, w13_scale, w2_scale, **options):

@@ -217,9 +217,8 @@ static const u8* find_chunk(const TileCopy& copy, u32 row, u32 column, u32& num)
     return source + at;
 }
 
-// Rows `begin` .. `end` of the box. "128-byte swizzle: bits 4..6 of the shared address are XORed with bits 7..9; 64-byte
-// swizzle: bits 4..5 with bits 7..8." It is as wide as the box.
-// "Elements out of bounds are zero, and count."
+// Rows `begin` .. `end` of the box. "128-byte swizzle: bits 4..6 of the shared address are XORed with bits 7..9;
+// 64-byte swizzle: bits 4..5 with bits 7..8." It is as wide as the box. "Elements out of bounds are zero, and count."
 static void copy_rows(const TileCopy& copy, u32 begin, u32 end) {
     const EmulatedMap& map = copy.map;
     u8* shared = machine.blocks[copy.block].shared;

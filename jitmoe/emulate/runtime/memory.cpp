@@ -224,7 +224,8 @@ void commit_copies() {
     if (self.copy_agent.epoch != 0) self.copy_agent.epoch += 1;
 }
 
-// "cp.async.wait_group N: wait until N or fewer of the most recent groups are pending and all prior groups are complete."
+// "cp.async.wait_group N: wait until N or fewer of the most recent groups are pending and all prior groups are
+// complete."
 void wait_for_copy_groups(u32 num_newest) {
     maybe_switch();
     Fiber& self = *machine.current;
