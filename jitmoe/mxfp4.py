@@ -24,6 +24,7 @@ _TILE_ROWS, _K_GROUPS = 256, 4
 # What packed codes are larger by: kernels expand weights to numbers that are 2^-6 and 2^-126 as
 # large (templates/roles/accumulate_mxfp4_*.cuh).
 _SCALE_OFFSETS = {"mxfp4_fp8": 6, "mxfp4_bf16": 66}
+FORMATS = tuple(_SCALE_OFFSETS)  # of plan.formats.FORMATS
 
 
 def quantize_mxfp4(w, xp=np):

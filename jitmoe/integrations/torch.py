@@ -12,7 +12,8 @@ import torch
 from jitmoe import Activation, ExpertWeights
 from jitmoe import mega_moe as launch
 from jitmoe.integrations.torch_memory import Memory, host, host_weights
-from jitmoe.integrations.torch_scales import f32, is_mx, mx_codes, pack_scales, packed
+from jitmoe.integrations.torch_scales import f32, mx_codes, pack_scales, packed
+from jitmoe.mxfp4 import FORMATS as MX_FORMATS
 
 __all__ = ["MAX_LAYERS", "mega_moe", "pack_scales"]
 
@@ -204,7 +205,7 @@ def _run(
     expert_counts=None,
 ) -> list[torch.Tensor]:
     """Launch; returns what was written."""
-    if is_mx(format):
+    if format in MX_FORMATS:
         weights = mx_codes(w13), mx_codes(w2)
         order = gate_up if w13.shape[1:2] != (2 * w2.shape[-1],) else None  # has no gate
         weights += (packed(w13_scale, "w13_scale", w13, format, order),)

@@ -6,9 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from jitmoe.mxfp4 import check_largest, scale_offset, word_order
-from jitmoe.plan.formats import format_of
-from jitmoe.plan.problem import MX_GROUP
+from jitmoe.mxfp4 import MX_GROUP, check_largest, scale_offset, word_order
 
 _E8M0 = getattr(torch, "float8_e8m0fnu", None)  # PyTorch 2.7 and later
 _E8M0_TYPES = (_E8M0, torch.uint8)
@@ -21,11 +19,6 @@ def f32(scale: torch.Tensor | None) -> torch.Tensor | None:
     if scale is None or scale.dtype not in _E8M0_TYPES:
         return scale
     return _kept(scale, "_jitmoe_f32", "", _widened)
-
-
-def is_mx(format: str | None) -> bool:
-    """Whether MXFP4 is asked for. Raises ValueError for an unknown format."""
-    return format is not None and format_of(format).is_mx
 
 
 def mx_codes(weights: torch.Tensor) -> torch.Tensor:

@@ -12,8 +12,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from jitmoe import Activation
 from jitmoe.integrations.torch import mega_moe
-from jitmoe.plan.models import GPT_OSS_ALPHA
-from jitmoe.plan.problem import MX_GROUP
+from jitmoe.mxfp4 import MX_GROUP
 
 # Arguments of from_pretrained that say where a configuration lies, and some that it must not have.
 _PLACE = {"cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token"}
@@ -48,9 +47,8 @@ class Mxfp4Experts(nn.Module):
             self._add(f"{name}_blocks", blocks)
             self._add(f"{name}_scales", torch.empty(groups, dtype=torch.uint8))
             self._add(f"{name}_bias", torch.empty(groups[:2]))
-        alpha = getattr(config, "swiglu_alpha", GPT_OSS_ALPHA)
-        limit = getattr(config, "swiglu_limit", None)
-        self.activation = Activation("swiglu_oai", alpha, limit)
+        numbers = (getattr(config, name, None) for name in ("swiglu_alpha", "swiglu_limit"))
+        self.activation = Activation("swiglu_oai", *numbers)  # None is gpt-oss's own
 
     def _add(self, name: str, tensor: torch.Tensor) -> None:
         self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))

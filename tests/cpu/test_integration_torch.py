@@ -277,7 +277,7 @@ def test_compiled_mxfp4(format, backend):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": "mxfp4"}, "format must be one of fp8_block, .*, got 'mxfp4'"),
+        ({"format": "mxfp4"}, "format must be mxfp4_fp8 or mxfp4_bf16, got 'mxfp4'; leave it out"),
         ({"format": "bf16"}, "format must be mxfp4_fp8 or mxfp4_bf16, got 'bf16'; leave it out"),
         ({"w13_scale": lambda s: s.float()}, "w13_scale must have dtype e8m0 or u8, got float32"),
         (
