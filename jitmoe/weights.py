@@ -263,9 +263,9 @@ class ExpertWeights:
     @cached_property
     def num_bytes(self) -> int:
         """Bytes of weights and scales."""
-        weights = prod(self.w13.shape) + prod(self.w2.shape)
+        elements = prod(self.w13.shape) + prod(self.w2.shape)  # of MXFP4 bytes, two weights each
         scales = sum(prod(s.shape) for s in (self.w13_scale, self.w2_scale) if s is not None)
-        return format_of(self.format).weight_bytes(weights) + 4 * scales
+        return elements * (2 if self.format == "bf16" else 1) + 4 * scales
 
     @cached_property
     def scale_addresses(self) -> tuple[int, int]:
