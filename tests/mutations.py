@@ -238,9 +238,9 @@ CASES = (
     # Without a gate a tile has two groups of channels, the last but one.
     _case("decode", (256, 272, 8, 2), (5, 40, 12), "one_expert", activation="relu2_no_gate"),
     _case("prefill", (256, 272, 2, 2), (140, 30), "hot_expert", activation="relu2_no_gate"),
-    # MXFP4 beside tokens in e4m3 and bf16: tiles of all widths, whole and in parts of fewer k-blocks
-    # than copies are under way, rows of weights and tokens that end inside a k-block, tokens put in
-    # order by each block and by all together.
+    # MXFP4 beside tokens in e4m3 and bf16: tiles of all widths, whole and in parts of fewer
+    # k-blocks than copies are under way, rows of weights and tokens that end inside a k-block,
+    # tokens put in order by each block and by all together.
     _case(
         *("decode", (384, 96, 4, 2), (70, 5, 20)),
         **{"num_local_pairs": 64, "overlap": True, "format": "mxfp4_fp8"},

@@ -379,5 +379,7 @@ def test_traces(format):
     x, *routing = reference.random_tokens(20, HIDDEN[format], EXPERTS, TOP_K, 2)
     call = fp8.encode_bf16(x), *routing
     out = np.empty_like(call[0])
-    assert trace(*call, weights, out=out, backend="emulated").summary()
+    traced = trace(*call, weights, out=out, backend="emulated")
+    assert traced.summary()
+    assert len(traced.select("mma")) == len(traced.select("epilogue")) > 0
     assert np.array_equal(out, mega_moe(*call, weights, backend="emulated"))
