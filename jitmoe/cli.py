@@ -33,7 +33,6 @@ from jitmoe.cli_layer import (
     Model,
     TopK,
     WeightOnInput,
-    check_is_plain,
     layer_shape,
     layer_variant,
     title,
@@ -248,7 +247,6 @@ def demo(
     from jitmoe.demo import demo as run_demo
 
     shape = layer_shape(model or "deepseek-v3", *[None] * 5, activation)
-    check_is_plain(shape, "demo")
     default_ep = 8 if model is None else 1
     if not run_demo(
         _console(), shape, ep or default_ep, tokens or None, jobs, format or shape.format

@@ -23,7 +23,6 @@ from jitmoe.cli_layer import (
     Json,
     Model,
     TopK,
-    check_is_plain,
     layer_shape,
     title,
 )
@@ -72,6 +71,7 @@ def bench(
     """
     from jitmoe.bench.points import SHAPES, Points, named_shapes, token_counts
     from jitmoe.plan.variant import Activation as Kind
+    from jitmoe.plan.variant import Variant
 
     sizes = (hidden, intermediate, experts, top_k)
     is_named = any(value is not None for value in (model, config, *sizes))
@@ -79,13 +79,12 @@ def bench(
         raise ValueError("name the layer in one way: --shapes, or --model, --config or sizes")
     if is_named:
         shape = layer_shape(model, config, *sizes, activation)
-        check_is_plain(shape, "bench")
         layers = {title(shape, ep): shape.problem(0, ep, format)}
-        points = Points(layers, token_counts(tokens), routing, shape.activation)
+        points = Points(layers, token_counts(tokens), routing, shape.variant)
     else:
         names, kind = ",".join(SHAPES) if shapes is None else shapes, Kind(activation or "swiglu")
         layers = named_shapes(names, format or "fp8_block", kind.gated)
-        points = Points(layers, token_counts(tokens), routing, kind)
+        points = Points(layers, token_counts(tokens), routing, Variant(kind))
     heats = ("cool",) * cool + ("hot",) * hot
     if not heats:
         raise ValueError("nothing is left to time: take --cool, --hot or both")

@@ -89,14 +89,5 @@ def layer_variant(shape, gate_up: str | None, weight_on_input: bool, bias: bool)
     )
 
 
-def check_is_plain(shape, command: str) -> None:
-    """Raises ValueError for a layer that `command` makes no random weights of."""
-    if shape.has_bias or shape.gate_up != "gate_first":
-        raise ValueError(
-            f"{command} makes weights without biases and with gate rows first, got {shape.name}; "
-            "take plan, show, warmup or emulate, or name the layer by its sizes"
-        )
-
-
 def title(shape, ep: int) -> str:
     return f"{shape.name}, one rank of {ep}" if ep > 1 else shape.name

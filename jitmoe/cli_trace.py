@@ -19,7 +19,6 @@ from jitmoe.cli_layer import (
     Json,
     Model,
     TopK,
-    check_is_plain,
     layer_shape,
     title,
 )
@@ -75,8 +74,7 @@ def trace(
     if takes_small:
         layer, ep = {"model": None, "config": None} | SMALL_LAYER, 1
     shape = layer_shape(**layer, activation=activation)
-    check_is_plain(shape, "trace")
-    traced = _run(shape.problem(tokens, ep), shape.activation, routing, emulated)
+    traced = _run(shape.problem(tokens, ep), shape.variant, routing, emulated)
     traced.to_perfetto(out)
     if png is not None:
         try:
@@ -102,13 +100,12 @@ def _has_hopper() -> bool:
         return False
 
 
-def _run(problem, activation, routing: str, emulated: bool):
+def _run(problem, variant, routing: str, emulated: bool):
     """The Trace of a random call, the same every time."""
     import numpy as np
 
-    from jitmoe import fp8, reference
+    from jitmoe import fp8, measure, reference
     from jitmoe.traced import trace as run
-    from jitmoe.weights import ExpertWeights
 
     if emulated:
         xp = np
@@ -116,12 +113,15 @@ def _run(problem, activation, routing: str, emulated: bool):
         import cupy as xp
     sizes = problem.hidden, problem.num_experts, problem.top_k
     call = reference.random_tokens(problem.num_tokens, *sizes, 1, routing, xp)
-    sizes = problem.num_experts, problem.hidden, problem.intermediate
-    layer = reference.random_layer(*sizes, seed=0, xp=xp, gated=problem.gated)
-    weights = ExpertWeights(layer.w13, layer.w2, layer.w13_scale, layer.w2_scale)
-    x = fp8.encode_bf16(call.x, xp)
-    backend = "emulated" if emulated else "cuda"
-    return run(x, call.topk_ids, call.topk_weights, weights, activation=activation, backend=backend)
+    experts = measure.random_experts(problem, variant, 0, xp)
+    return run(
+        fp8.encode_bf16(call.x, xp),
+        call.topk_ids,
+        call.topk_weights,
+        experts.weights(problem.format, variant.gate_up),
+        activation=variant.activation,
+        backend="emulated" if emulated else "cuda",
+    )
 
 
 def _lines(summary) -> list[str]:

@@ -11,16 +11,18 @@ from importlib.util import find_spec
 import numpy as np
 from rich.console import Console
 
-from jitmoe import prebuild, reference
+from jitmoe import prebuild, quantize, reference
 from jitmoe.emulate.compile import NoHostCompiler
 from jitmoe.emulate.mega_moe import EmulatedLayer
-from jitmoe.fp8 import decode_e4m3, encode_bf16, quantize_tokens
+from jitmoe.fp8 import decode_e4m3, quantize_tokens
 from jitmoe.plan import heuristics
 from jitmoe.plan.formats import format_of
 from jitmoe.plan.gpu import gpu_spec
+from jitmoe.plan.mega_moe import MegaMoePlan
 from jitmoe.plan.models import ModelShape
 from jitmoe.plan.problem import QUANT_GROUP, MoeProblem
 from jitmoe.plan.variant import Variant
+from jitmoe.reference_biases import random_biases
 from jitmoe.run.driver import device_spec, num_devices
 
 ARCH = "sm_90a"
@@ -66,7 +68,7 @@ def demo_without_gpu(
         f"No Hopper GPU here. Building the {ARCH} kernels of {shape.name} (one rank of {ep}):",
         markup=False,
     )
-    variant = Variant(shape.activation)
+    variant = shape.variant
     plans = prebuild.model_plans(shape, ep, ARCH, format, **variant.plan_fields)
     is_built = prebuild.prebuild(plans, jobs, console)
     start = time.perf_counter()
@@ -80,15 +82,15 @@ def demo_without_gpu(
 
 
 def demo_emulated(console: Console, variant: Variant, format: str = "fp8_block") -> bool:
-    """Both kernels of a small layer, run thread by thread on the CPU, against the oracle.
+    """The kernels of a small layer, run thread by thread on the CPU, against the oracle.
 
     True if they are right, or if there is no C++ compiler to run them with.
     """
     passes = []
-    for bucket, num_tokens in EMULATED_TOKENS.items():
-        start = time.perf_counter()
+    for bucket, plan in small_plans(variant, format).items():
+        start, num_tokens = time.perf_counter(), EMULATED_TOKENS[bucket]
         try:
-            error = emulated_error(bucket, num_tokens, variant, format)
+            error = emulated_error(plan, num_tokens, variant)
         except NoHostCompiler as missing:
             console.print(f"No kernel was executed: {missing}", markup=False)
             return True
@@ -101,24 +103,30 @@ def demo_emulated(console: Console, variant: Variant, format: str = "fp8_block")
     return all(passes)
 
 
-def emulated_error(
-    bucket: str, num_tokens: int, variant: Variant, format: str = "fp8_block"
-) -> float:
+def small_plans(variant: Variant, format: str) -> dict[str, MegaMoePlan]:
+    """Of a small layer whose last tiles are ragged, by bucket."""
+    intermediate = 224 if format_of(format).is_mx else 208
+    small = MoeProblem(1, 256, intermediate, 4, 2, format, gated=variant.activation.gated)
+    return heuristics.plans_of_model(small, gpu_spec("h200"), **variant.plan_fields)
+
+
+def emulated_error(plan: MegaMoePlan, num_tokens: int, variant: Variant) -> float:
     """Relative error of an emulated launch against the oracle that rounds where the kernel does."""
-    ragged = 224 if format_of(format).is_mx else 208
-    sizes = {"hidden": 256, "intermediate": ragged, "num_experts": 4}
-    kind = {"format": format, "gated": variant.activation.gated}
-    layer = reference.random_layer(**sizes, seed=1, **kind)
-    small = MoeProblem(1, **sizes, top_k=2, **kind)
-    plan = heuristics.plans_of_model(small, gpu_spec("h200"), **variant.plan_fields)[bucket]
-    emulated = EmulatedLayer(plan, layer, max_tokens=num_tokens, num_blocks=3)
-    tokens = reference.random_tokens(num_tokens, 256, 4, 2, seed=2, routing="unused")
-    quantizes = format_of(format).quantizes
-    x, x_scale = quantize_tokens(tokens.x) if quantizes else (encode_bf16(tokens.x), None)
+    sizes, format = (plan.num_experts, plan.hidden, plan.intermediate), plan.format
+    gated = variant.activation.gated
+    layer = reference.random_layer(*sizes, seed=1, format=format, gated=gated)
+    options, biases = variant.formula, None
+    if variant.has_bias:
+        biases = random_biases(*sizes, seed=3, gated=gated)
+        options |= biases.arguments
+    emulated = EmulatedLayer(plan, layer, max_tokens=num_tokens, num_blocks=3, biases=biases)
+    shape = plan.hidden, plan.num_experts, plan.top_k
+    tokens = reference.random_tokens(num_tokens, *shape, seed=2, routing="unused")
+    x, x_scale = quantize.tokens(tokens.x, format)
     given = x if x_scale is None else (x, x_scale)
     y = emulated(given, tokens.topk_ids, tokens.topk_weights, variant)
     inputs = (x, x_scale, tokens.topk_ids, tokens.topk_weights, *layer)
-    ref = reference.mega_moe(*inputs, requantize=True, format=format, **variant.formula)
+    ref = reference.mega_moe(*inputs, requantize=True, format=format, **options)
     return reference.relative_error(y, ref)
 
 

@@ -37,7 +37,7 @@ def demo_on_gpu(
         f"hidden {layer.hidden}, intermediate {layer.intermediate}, top_k {layer.top_k}, "
         f"{shape.activation.kind}, in {format}"
     )
-    weights, first = measure.weight_sets(layer, outliers=4)
+    weights, first = measure.weight_sets(layer, outliers=4, variant=shape.variant)
     console.print(
         f"{len(weights)} sets of {weights[0].num_bytes / 1e9:.2f} GB of random weights in turn; "
         f"graph replay, median. Errors are against a float64 oracle: exact (bound "
@@ -49,7 +49,7 @@ def demo_on_gpu(
     for num_tokens in counts:
         sized = replace(layer, num_tokens=num_tokens)
         for kind in ("fp8", "bf16") if format_of(format).quantizes else ("bf16",):
-            passes.append(_measure(console, sized, shape.activation, gpu, kind, weights, first))
+            passes.append(_measure(console, sized, shape.variant, gpu, kind, weights, first))
     from jitmoe.demo import verdict
 
     console.print(verdict(all(passes)))
@@ -66,10 +66,10 @@ def fit_experts(layer: MoeProblem, free_bytes: int) -> MoeProblem:
     return layer
 
 
-def _measure(console, layer: MoeProblem, activation, gpu, kind, weights, first) -> bool:
+def _measure(console, layer: MoeProblem, variant, gpu, kind, weights, first) -> bool:
     """Check one call, time several, print the line."""
     calls = [
-        measure.random_call(layer, seed, bf16=kind == "bf16", outliers=4, activation=activation)
+        measure.random_call(layer, seed, bf16=kind == "bf16", outliers=4, variant=variant)
         for seed in range(calls_per_graph(layer.num_tokens))
     ]
     method = methods.of_jitmoe(layer, calls, weights)

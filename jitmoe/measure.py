@@ -6,12 +6,13 @@ import importlib
 from functools import cache
 from typing import NamedTuple
 
-from jitmoe import reference
-from jitmoe.fp8 import encode_bf16, quantize_tokens
+from jitmoe import quantize, reference
+from jitmoe.fp8 import encode_bf16
 from jitmoe.fused import mega_moe
 from jitmoe.plan.formats import FORMATS, format_of
 from jitmoe.plan.problem import MoeProblem
-from jitmoe.plan.variant import Activation
+from jitmoe.plan.variant import DEFAULT, Variant
+from jitmoe.reference_biases import Biases, random_biases
 from jitmoe.run.workspace import Workspace
 from jitmoe.weights import ExpertWeights
 
@@ -32,7 +33,7 @@ class Call(NamedTuple):
     scale: object
     topk_ids: object
     topk_weights: object
-    activation: Activation | str = "swiglu"
+    variant: Variant = DEFAULT
     format: str | None = None  # None: by dtypes
 
     def launch(self, weights: ExpertWeights, workspace: Workspace, out, stream=None):
@@ -41,7 +42,7 @@ class Call(NamedTuple):
             self.topk_ids,
             self.topk_weights,
             weights,
-            activation=self.activation,
+            activation=self.variant.activation,
             out=out,
             workspace=workspace,
             stream=stream,
@@ -69,24 +70,50 @@ class References(NamedTuple):
     requantized: object
 
 
-def weight_sets(layer: MoeProblem, outliers: int = 0):
-    """As many sets of weights as fit, 4 at most, and the codes of the first for the oracle.
+class Experts(NamedTuple):
+    """Codes, bits and scales of `reference.Layer`, and biases or None, as the oracle takes them."""
+
+    layer: reference.Layer
+    biases: Biases | None = None
+
+    def weights(self, format: str, gate_up: str = "gate_first") -> ExpertWeights:
+        said = format if format_of(format).is_mx else None
+        w13, w13_scale, w2, w2_scale = self.layer
+        biases = {} if self.biases is None else self.biases.arguments
+        scales = w13_scale, w2_scale
+        return ExpertWeights(w13, w2, *scales, **biases, gate_up=gate_up, format=said)
+
+
+def random_experts(
+    layer: MoeProblem, variant: Variant, seed: int, xp, outliers: int = 0
+) -> Experts:
+    """Those of `reference.random_layer`, with biases where the variant has them."""
+    sizes = layer.num_experts, layer.hidden, layer.intermediate
+    made = reference.random_layer(*sizes, seed, xp, outliers, layer.format, layer.gated)
+    if not variant.has_bias:
+        return Experts(made)
+    return Experts(made, random_biases(*sizes, seed + 1, xp, layer.gated))
+
+
+def weight_sets(layer: MoeProblem, outliers: int = 0, variant: Variant = DEFAULT):
+    """As many sets of weights as fit, 4 at most, and the experts of the first for the oracle.
 
     The other sets have its experts moved.
     """
     import cupy
 
-    sizes = (layer.num_experts, layer.hidden, layer.intermediate)
-    kind = {"format": layer.format, "gated": layer.gated}
-    first = reference.random_layer(*sizes, seed=1, xp=cupy, outliers=outliers, **kind)
+    first = random_experts(layer, variant, 1, cupy, outliers)
     free_bytes = cupy.cuda.runtime.memGetInfo()[0] - SPARE_BYTES
     num_sets = 1 + free_bytes // (layer.num_experts * layer.expert_bytes)
     sets = [first] + [
-        reference.Layer(*(None if p is None else cupy.roll(p, i, axis=0) for p in first))
+        first._replace(
+            layer=reference.Layer(
+                *(None if p is None else cupy.roll(p, i, axis=0) for p in first.layer)
+            )
+        )
         for i in range(1, max(1, min(MAX_WEIGHT_SETS, num_sets)))
     ]
-    said = layer.format if format_of(layer.format).is_mx else None
-    return [ExpertWeights(s.w13, s.w2, s.w13_scale, s.w2_scale, format=said) for s in sets], first
+    return [one.weights(layer.format, variant.gate_up) for one in sets], first
 
 
 def random_call(
@@ -97,7 +124,7 @@ def random_call(
     outliers: int = 0,
     routing: str = "uniform",
     zipf_exponent: float = 1.0,
-    activation: Activation | str = "swiglu",
+    variant: Variant = DEFAULT,
 ) -> Call:
     """x ~ N(0, 1) and a routing of `reference.random_tokens`; x as codes and scales, or as bf16,
     as it always is where weights are.
@@ -110,12 +137,9 @@ def random_call(
     tokens = reference.random_tokens(
         *sizes, seed, routing, cupy, outliers=outliers, zipf_exponent=zipf_exponent
     )
-    if not format_of(layer.format).quantizes:
-        bits = encode_bf16(tokens.x, cupy)
-        return Call(bits, bits, None, *tokens[1:], activation, layer.format)
-    codes, scale = quantize_tokens(tokens.x, cupy)
-    x = encode_bf16(tokens.x, cupy) if bf16 else (codes, scale)
-    return Call(x, codes, scale, *tokens[1:], activation, layer.format)
+    codes, scale = quantize.tokens(tokens.x, layer.format, cupy)
+    x = codes if scale is None else encode_bf16(tokens.x, cupy) if bf16 else (codes, scale)
+    return Call(x, codes, scale, *tokens[1:], variant, layer.format)
 
 
 def poisoned(layer: MoeProblem):
@@ -125,11 +149,13 @@ def poisoned(layer: MoeProblem):
     return cupy.full((layer.num_tokens, layer.hidden), 0xFFFF, cupy.uint16)
 
 
-def references(call: Call, codes: reference.Layer) -> References:
-    """What `call` should give with the weights `codes`."""
+def references(call: Call, experts: Experts) -> References:
+    """What `call` should give with `experts`."""
     xp = oracle_namespace()
-    inputs = (call.codes, call.scale, call.topk_ids, call.topk_weights, *codes)
-    options = {"activation": call.activation, "format": call.format, "xp": xp}
+    inputs = (call.codes, call.scale, call.topk_ids, call.topk_weights, *experts.layer)
+    options = call.variant.formula | {"format": call.format, "xp": xp}
+    if experts.biases is not None:
+        options |= experts.biases.arguments
     return References(
         *(reference.mega_moe(*inputs, requantize=rounds, **options) for rounds in (False, True))
     )

@@ -4,6 +4,8 @@ for 32 along a row (OCP Microscaling Formats (MX) v1.0, sections 5 and 6.3).
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 from jitmoe.fp8 import decode_e8m0, to_float
@@ -25,6 +27,7 @@ _SCALE_OFFSETS = {"mxfp4_fp8": 6, "mxfp4_bf16": 66}
 # Largest codes: a k-block's sums of codes of tokens and weights, up to 128 * 448 * 6, times a scale
 # are floats; packed codes are no NaN.
 _LARGEST_SCALES = {"mxfp4_fp8": 127 + 109, "mxfp4_bf16": 254 - 66}
+FORMATS = tuple(_SCALE_OFFSETS)  # of plan.formats.FORMATS
 
 
 def quantize_mxfp4(w, xp=np):
@@ -76,7 +79,7 @@ def pack_scales(scales, format: str, gate_up: str | None, xp=np):
 
     scales   [num_experts, rows, cols / 32] uint8 (e8m0)
     format   of formats.FORMATS
-    gate_up  of w13 the order of its rows (variant.GATE_UP), None for w2
+    gate_up  of w13 the order of its rows (variant.GATE_UP), None for w2 and without a gate
     returns  uint32 [num_experts, tiles, ceil(cols / 128), 256]: a word has a row's scales of the
              k-block, and the words of a tile's rows are in the order of
              templates/roles/mxfp4.cuh, chunk_scales
@@ -84,16 +87,48 @@ def pack_scales(scales, format: str, gate_up: str | None, xp=np):
     Raises ValueError for a scale that the kernel cannot multiply by, NaN among them.
     """
     num_experts, rows, groups = scales.shape
-    largest, allowed = int(scales.max()), _LARGEST_SCALES[format]
-    if largest > allowed:
-        raise ValueError(
-            f"scales of {format} must be up to 2^{allowed - 127}, got e8m0 code {largest}; 255 is "
-            "NaN: look for what wrote it"
-        )
+    check_largest(int(scales.max()), format)
     k_blocks = ceil_div(groups, _K_GROUPS)
     words = xp.zeros((num_experts, rows, k_blocks * _K_GROUPS), xp.uint8)
-    words[..., :groups] = scales + xp.uint8(_SCALE_OFFSETS[format])
-    words = words.view(xp.uint32)
+    words[..., :groups] = scales + xp.uint8(scale_offset(format))
+    return _arrange(words.view(xp.uint32), gate_up, xp)
+
+
+def scale_offset(format: str) -> int:
+    """What packed scales of a format are larger by."""
+    return _SCALE_OFFSETS[format]
+
+
+def check_largest(code: int, format: str) -> None:
+    """Raises ValueError for the largest of scales, in e8m0, that the kernel cannot multiply by."""
+    allowed = _LARGEST_SCALES[format]
+    if code > allowed:
+        raise ValueError(
+            f"scales of {format} must be up to 2^{allowed - 127}, got e8m0 code {code}; 255 is "
+            "NaN: look for what wrote it"
+        )
+
+
+def packed_shape(num_experts: int, rows: int, cols: int, gate_up: str | None) -> tuple:
+    """Of what `pack_scales` makes of the scales of [num_experts, rows, cols] weights."""
+    halves = 1 if gate_up is None else 2
+    tiles = ceil_div(rows // halves, _TILE_ROWS // halves)
+    return num_experts, tiles, ceil_div(cols, _K_GROUPS * MX_GROUP), _TILE_ROWS
+
+
+@lru_cache(16)
+def word_order(rows: int, groups: int, gate_up: str | None):
+    """Where `pack_scales` takes an expert's words from: int64 [tiles, ceil(groups / 4), 256] of
+    row * ceil(groups / 4) + k-block, -1 where there is none.
+    """
+    k_blocks = ceil_div(groups, _K_GROUPS)
+    words = np.arange(1, rows * k_blocks + 1, dtype=np.uint32).reshape(1, rows, k_blocks)
+    return _arrange(words, gate_up, np)[0].astype(np.int64) - 1
+
+
+def _arrange(words, gate_up: str | None, xp):
+    """Words [num_experts, rows, k_blocks] in the order of `pack_scales`, zeros between."""
+    num_experts, rows, k_blocks = words.shape
     if gate_up is None:  # rows 16w + i and + 8 of blocks of 64, of which a warpgroup has two
         words = words[:, :, None]
         axes, halves = ("e", "t", "g", "m", "w", "h", "i", "k"), 1

@@ -10,15 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jitmoe.fp8 import (
-    dequantize_tokens,
-    encode_bf16,
-    quantize_tokens,
-    quantize_weights,
-    round_bf16,
-    to_float,
-)
-from jitmoe.mxfp4 import quantize_mxfp4
+from jitmoe import quantize
+from jitmoe.fp8 import dequantize_tokens, quantize_tokens, round_bf16, to_float
 from jitmoe.plan.formats import format_of
 from jitmoe.plan.variant import Activation, check_gate_up
 from jitmoe.reference_activations import activate, split
@@ -225,16 +218,10 @@ def random_layer(
         for idx, (rows, cols) in enumerate(((w13_rows, hidden), (hidden, intermediate))):
             w = rng.standard_normal((rows, cols), dtype=xp.float32) * xp.float32(cols**-0.5)
             _enlarge_channels(w, outliers, rng, xp)
-            scales = format_of(format).scales
-            if scales is None:
-                codes[idx].append(encode_bf16(w, xp))
-                continue
-            is_mx = format_of(format).is_mx
-            expert_codes, expert_factors = (
-                quantize_mxfp4(w, xp) if is_mx else quantize_weights(w, xp, scales)
-            )
+            expert_codes, expert_factors = quantize.weights(w, format, xp)
             codes[idx].append(expert_codes)
-            factors[idx].append(expert_factors)
+            if expert_factors is not None:
+                factors[idx].append(expert_factors)
     stacked = (parts[idx] for idx in (0, 1) for parts in (codes, factors))
     return Layer(*(xp.stack(part) if part else None for part in stacked))
 

@@ -17,6 +17,11 @@ class Biases(NamedTuple):
     w13: Any
     w2: Any
 
+    @property
+    def arguments(self) -> dict:
+        """Of `reference.mega_moe` and `ExpertWeights`."""
+        return {"w13_bias": self.w13, "w2_bias": self.w2}
+
 
 def random_biases(
     num_experts: int, hidden: int, intermediate: int, seed: int, xp=np, gated: bool = True

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from jitmoe.fp8 import decode_e8m0
-from jitmoe.mxfp4 import pack_scales
-from jitmoe.run.arrays import HOST, DeviceArray
+from jitmoe.mxfp4 import pack_scales, packed_shape
+from jitmoe.plan.problem import MX_GROUP
+from jitmoe.run.arrays import HOST, DeviceArray, check_array, check_contiguous, check_rows
+
+_PACKED = ("i32", "u32")
 
 
 def read_scale(given, name: str, read):
@@ -20,8 +23,20 @@ def read_scale(given, name: str, read):
     return given, read(given, name)
 
 
-def read_mx_scale(given, seen: DeviceArray, name: str, read, format: str, gate_up: str | None):
-    """What `mxfp4.pack_scales` makes of a scale in e8m0 or uint8, and what is seen of it."""
+def read_mx_scale(
+    given, name: str, shape: tuple, read, device: int, format: str, gate_up: str | None
+):
+    """What `mxfp4.pack_scales` makes of a scale in e8m0 or uint8 of `shape`, and what is seen of
+    it; one that it has made already is taken as it is.
+    """
+    seen, remedy = read(given, name), f"pass a scale for each {MX_GROUP} weights of a row"
+    if seen.dtype in _PACKED:
+        packed = packed_shape(*shape[:2], shape[2] * MX_GROUP, gate_up)
+        check_array(seen, name, packed, _PACKED, device, f"{remedy}, or pack it for this gate_up")
+        check_contiguous(seen, name)
+        check_rows(seen, name, 4)
+        return given, seen
+    check_array(seen, name, shape, ("e8m0", "u8"), device, remedy)
     try:
         packed = _work_out(given, seen, lambda codes, xp: pack_scales(codes, format, gate_up, xp))
     except ValueError as error:

@@ -78,8 +78,8 @@ class ExpertWeights:
                bf16; others are found by dtype and scales
 
     Scales of FP8 may be in e8m0 too. Those in e8m0 are copied here, in f32 or for MXFP4 in an order
-    of the kernel's own, which waits for the GPU, and later writes to them are not seen. All else
-    is used in place.
+    of the kernel's own, which waits for the GPU, and later writes to them are not seen; MXFP4's may
+    have been brought into it by `jitmoe.quantize.pack_scales` before. All else is used in place.
 
     CuPy arrays, PyTorch tensors or anything that speaks `__cuda_array_interface__` or DLPack. Rows
     must be dense and start at multiples of 16 bytes; rows and experts may be strided. NumPy arrays
@@ -192,11 +192,9 @@ class ExpertWeights:
         }
         scales = []
         for (name, shape), given in zip(sizes.items(), self.tensors[2:], strict=True):
-            scale = getattr(self, name)
-            remedy = f"pass a scale for each {MX_GROUP} weights of a row"
-            check_array(scale, name, shape, ("e8m0", "u8"), self.device, remedy)
             order = self.gate_up if name == "w13_scale" and self.gated else None
-            packed, seen = read_mx_scale(given, scale, name, read, self.format, order)
+            place = read, self.device
+            packed, seen = read_mx_scale(given, name, shape, *place, self.format, order)
             scales.append(packed)
             setattr(self, name, seen)
         self.tensors = (*self.tensors[:2], *scales)

@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers.integrations import finegrained_fp8
 
-from jitmoe import fp8
+from jitmoe import mxfp4, quantize
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 128, 64, 4, 2
 # By what the families call them; a configuration takes those that it has. All layers have experts.
@@ -163,14 +163,16 @@ def experts_of(model) -> list[torch.nn.Module]:
 
 
 @torch.no_grad()
-def quantized(model):
-    """Give `model` FP8 experts, as a checkpoint in FP8 is loaded. Returns pairs: those that it had,
-    with the values that FP8 has left of them, and those that it has now.
+def quantized(model, in_fp4: bool = False):
+    """Give `model` FP8 experts, as a checkpoint in FP8, or DeepSeek-V4's in FP4, is loaded. Returns
+    pairs: those that it had, with the values that the format has left of them, and those that it
+    has now.
     """
     linear = torch.nn.Linear
     names = [name for name, module in model.named_modules() if isinstance(module, linear)]
     old = {name: m for name, m in model.named_modules() if hasattr(m, "is_transposed")}
-    config = transformers.FineGrainedFP8Config()
+    fp4 = {"expert_dtype": "fp4", "scale_fmt": "ue8m0"} if in_fp4 else {}
+    config = transformers.FineGrainedFP8Config(**fp4)
     finegrained_fp8.replace_with_fp8_linear(
         model, modules_to_not_convert=names, quantization_config=config
     )
@@ -178,13 +180,24 @@ def quantized(model):
         new = model.get_submodule(name)
         for part in ("gate_up_proj", "down_proj"):
             weights = getattr(experts, part)
-            codes, scale = map(
-                torch.from_numpy, fp8.quantize_weights(weights.detach().float().numpy())
-            )
-            codes = codes.view(torch.float8_e4m3fn)
-            wide = scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
-            weights.copy_(codes.float() * wide[:, : codes.shape[1], : codes.shape[2]])
-            for field, value in ((part, codes), (f"{part}_scale_inv", scale)):
+            values, *parameters = (_fp4 if in_fp4 else _fp8)(weights.detach().float().numpy())
+            weights.copy_(values)
+            for field, value in zip((part, f"{part}_scale_inv"), parameters, strict=True):
                 whole = value.expand(getattr(new, field).shape).clone()
                 setattr(new, field, torch.nn.Parameter(whole, requires_grad=False))
     return [(experts, model.get_submodule(name)) for name, experts in old.items()]
+
+
+def _fp8(weights):
+    """Values that are left, codes and scales."""
+    codes, scale = map(torch.from_numpy, quantize.weights(weights, "fp8_block"))
+    codes = codes.view(torch.float8_e4m3fn)
+    wide = scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
+    return codes.float() * wide[:, : codes.shape[1], : codes.shape[2]], codes, scale
+
+
+def _fp4(weights):
+    codes, scale = quantize.weights(weights, "mxfp4_fp8")
+    values = torch.from_numpy(mxfp4.dequantize_mxfp4(codes, scale))
+    codes, scale = map(torch.from_numpy, (codes, scale))
+    return values, codes.view(torch.int8), scale.view(torch.float8_e8m0fnu)

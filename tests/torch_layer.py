@@ -43,6 +43,12 @@ def fp8_layer(scales: str):
     return layer, (*codes, torch.from_numpy(layer.w13_scale), torch.from_numpy(layer.w2_scale))
 
 
+def mx_layer(format: str):
+    """One in MXFP4: (layer, weights) as above."""
+    layer = reference.random_layer(EXPERTS, HIDDEN, INTERMEDIATE, seed=1, format=format)
+    return layer, tuple(map(torch.from_numpy, (layer.w13, layer.w2, *layer[1::2])))
+
+
 def quantized_by_token(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x as e4m3 codes and a scale for each token [num_tokens, 1]."""
     scale = x.float().abs().amax(dim=1, keepdim=True) / 448

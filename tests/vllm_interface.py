@@ -59,6 +59,8 @@ class QuantConfig:
     w2_zp: torch.Tensor | None = None
     w1_bias: torch.Tensor | None = None
     w2_bias: torch.Tensor | None = None
+    quant_dtype: torch.dtype | str | None = None
+    weight_quant_dtype: torch.dtype | str | None = None
     gemm1_clamp_limit: float | None = None
     gemm1_alpha: float | None = None
     gemm1_beta: float | None = None
@@ -98,6 +100,8 @@ class FusedMoEExperts(ABC):
     a1_scale, a2_scale = _of_quantisation("a1_scale"), _of_quantisation("a2_scale")
     w1_bias, w2_bias = _of_quantisation("w1_bias"), _of_quantisation("w2_bias")
     w1_zp, w2_zp = _of_quantisation("w1_zp"), _of_quantisation("w2_zp")
+    quant_dtype = _of_quantisation("quant_dtype")
+    weight_quant_dtype = _of_quantisation("weight_quant_dtype")
     block_shape = _of_quantisation("block_shape")
     per_act_token_quant = _of_quantisation("per_act_token_quant")
     per_out_ch_quant = _of_quantisation("per_out_ch_quant")
@@ -214,7 +218,7 @@ def run(experts, quantize, x, w1, w2, topk_weights, topk_ids, **options):
     """
     on_input = options.get("apply_router_weight_on_input", False)
     activation = options.get("activation", MoEActivation.SILU)
-    num_experts, rows, hidden = w1.shape
+    (num_experts, rows, _), hidden = w1.shape, x.shape[1]
     global_num_experts = options.get("global_num_experts", num_experts)
     a1 = x * topk_weights.to(x.dtype) if on_input else x
     a1q, scale = (a1, None) if experts.expects_unquantized_inputs else quantize(a1)
@@ -250,6 +254,7 @@ def run(experts, quantize, x, w1, w2, topk_weights, topk_ids, **options):
 
 # Keys of quantisations: of weights, and of tokens.
 FP8_BLOCKS, FP8_CHANNEL, FP8_TENSOR = "128 x 128 blocks", "a channel", "a tensor"
+MXFP4 = "1 x 32 groups of e2m1"
 FP8_TOKENS, FP8_TOKEN, FP8_DYNAMIC_TENSOR = "1 x 128 groups", "a token", "a tensor as it comes"
 PLATFORM = SimpleNamespace(is_cuda=lambda: True, is_device_capability=lambda number: number == 90)
 FUSED_MOE = "vllm.model_executor.layers.fused_moe"
@@ -269,6 +274,7 @@ PLACES = {
         ("kFp8DynamicTokenSym", FP8_TOKEN),
         ("kFp8StaticTensorSym", FP8_TENSOR),
         ("kFp8DynamicTensorSym", FP8_DYNAMIC_TENSOR),
+        ("kMxfp4Static", MXFP4),
     ],
     "vllm.platforms": [("current_platform", PLATFORM)],
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from jitmoe.plan.problem import MoeProblem
-from jitmoe.plan.variant import Activation
+from jitmoe.plan.variant import DEFAULT, Variant
 from jitmoe.reference import ROUTINGS
 
 SHAPES = {
@@ -25,7 +25,7 @@ class Points:
     layers      name -> problem; its num_tokens is ignored
     tokens      token counts, each at least 1
     routing     one of `reference.ROUTINGS`; zipf has the exponent `ZIPF_EXPONENT`
-    activation  of all layers
+    variant     of all layers
 
     Raises ValueError for a routing that a layer cannot have.
     """
@@ -33,7 +33,7 @@ class Points:
     layers: dict[str, MoeProblem]
     tokens: tuple[int, ...] = TOKENS
     routing: str = "uniform"
-    activation: Activation = Activation()
+    variant: Variant = DEFAULT
 
     def __post_init__(self):
         if self.routing not in ROUTINGS:

@@ -22,7 +22,7 @@ from jitmoe.peers.peer import Peer
 from jitmoe.plan import heuristics
 from jitmoe.plan.gpu import GpuSpec
 from jitmoe.plan.problem import MoeProblem
-from jitmoe.plan.variant import Variant
+from jitmoe.plan.variant import DEFAULT
 
 
 @dataclass(frozen=True)
@@ -88,13 +88,13 @@ def run(
 def _layer_rows(name: str, layer: MoeProblem, setting: _Setting):
     """Yields rows, returns how many points they are of."""
     num_points = 0
-    weights, codes = measure.weight_sets(layer)
+    weights, experts = measure.weight_sets(layer, variant=setting.points.variant)
     prepared = []
     for num_tokens in setting.points.tokens:
         if setting.is_over:
             break
         sized = replace(layer, num_tokens=num_tokens)
-        ready = _prepare(name, sized, len(weights), codes, setting)
+        ready = _prepare(name, sized, len(weights), experts, setting)
         method = methods.of_jitmoe(sized, ready.calls, weights)
         ours = methods.JITMOE[layer.format]
         result = trial(method, ours, ready.references, setting.protocol)
@@ -113,15 +113,18 @@ def _layer_rows(name: str, layer: MoeProblem, setting: _Setting):
 
 def _build_in_background(points: Points, gpu: GpuSpec) -> None:
     """Kernels of all layers, while weights and ceilings are made; calls wait for their own."""
-    fields = Variant(points.activation).plan_fields
+    fields = points.variant.plan_fields
     layers = points.layers.values()
     plans = [p for x in layers for p in heuristics.plans_of_model(x, gpu, **fields).values()]
     threading.Thread(target=lambda: list(build_many(plans)), daemon=True).start()
 
 
 def _available(points: Points, say: Callable[[str], None]) -> list[ModuleType]:
-    if points.activation.kind != "swiglu":
-        say(f"peers left out: they compute swiglu, these layers {points.activation.kind}")
+    variant = points.variant
+    if variant != DEFAULT:
+        order = f", {variant.gate_up}" * (variant.gate_up != DEFAULT.gate_up)
+        own = variant.activation.kind + order + ", with biases" * variant.has_bias
+        say(f"peers left out: they compute swiglu, gate first, these layers {own}")
         return []
     found = []
     for module in peers.peers():
@@ -146,20 +149,20 @@ def _ceilings_line(heat: str, roof: ceilings.Ceilings) -> str:
     )
 
 
-def _prepare(name: str, layer: MoeProblem, num_sets: int, codes, setting: _Setting) -> _Prepared:
+def _prepare(name: str, layer: MoeProblem, num_sets: int, experts, setting: _Setting) -> _Prepared:
     import cupy
 
-    routing, activation = setting.points.routing, setting.points.activation
+    routing, variant = setting.points.routing, setting.points.variant
     calls = [
         measure.random_call(
-            layer, seed, routing=routing, zipf_exponent=ZIPF_EXPONENT, activation=activation
+            layer, seed, routing=routing, zipf_exponent=ZIPF_EXPONENT, variant=variant
         )
         for seed in range(calls_per_graph(layer.num_tokens))
     ]
     work = mean_work(work_of(layer, cupy.asnumpy(call.topk_ids)) for call in calls)
     is_cold = work.weight_bytes * min(num_sets, len(calls)) > setting.gpu.l2_bytes
-    point = Point(name, layer, routing, work, num_sets, is_cold, activation.kind)
-    return _Prepared(point, calls, measure.references(calls[0], codes))
+    point = Point(name, layer, routing, work, num_sets, is_cold, variant.activation.kind)
+    return _Prepared(point, calls, measure.references(calls[0], experts))
 
 
 def _peer_results(module: ModuleType, prepared: list[_Prepared], weights, setting: _Setting):

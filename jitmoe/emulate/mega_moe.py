@@ -74,7 +74,7 @@ class EmulatedLayer:
             order = "interleaved" if plan.interleaved else "gate_first"  # or up: two halves
             order = order if is_gated(plan.activation) else None
             self._scales = tuple(
-                pack_scales(scale, plan.format, gate_up)
+                scale if scale.itemsize == 4 else pack_scales(scale, plan.format, gate_up)
                 for scale, gate_up in zip(self._scales, (order, None), strict=True)
             )
         self.biases = biases and Biases(*map(np.ascontiguousarray, biases))

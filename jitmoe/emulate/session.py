@@ -99,7 +99,7 @@ def open_session(
     options, biases = variant.formula, None
     if variant.has_bias:
         biases = random_biases(*sizes, seed=2, gated=gated)
-        options |= {"w13_bias": biases.w13, "w2_bias": biases.w2}
+        options |= biases.arguments
     ref = reference.mega_moe(*call, requantize=True, format=plan.format, **options)
     x = tokens.x.astype(ml_dtypes.bfloat16).view(np.uint16)
     return Session(plan, layer, x, *tokens[1:], ref, num_blocks, checked, variant, biases)

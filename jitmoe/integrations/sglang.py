@@ -57,8 +57,10 @@ _DESCRIPTIVE = {
 # Those of TritonMoeQuantInfo that are.
 _WEIGHTS = {
     *("w13_weight", "w2_weight", "w13_scale", "w2_scale"),
-    *("use_fp8_w8a8", "block_shape", "per_channel_quant"),
+    *("b13", "b2", "use_fp8_w8a8", "block_shape", "per_channel_quant"),
 }
+# Two e2m1 codes each, in MXFP4.
+_FP4 = (torch.uint8, torch.int8, getattr(torch, "float4_e2m1fn_x2", None))
 
 
 def register(backend: str = "cuda") -> None:
@@ -74,7 +76,7 @@ def register(backend: str = "cuda") -> None:
 
 
 class JitmoeRunnerCore(DispatchMoeRunnerCore):
-    """Experts in FP8 or bf16 in one launch: both GEMMs, router weights and the sum over slots.
+    """Experts in FP8, MXFP4 or bf16 in one launch: both GEMMs, router weights, sum over slots.
 
     config  MoeRunnerConfig, each field of which is obeyed or refused by name: NotImplementedError,
             one sentence
@@ -97,7 +99,9 @@ class JitmoeRunnerCore(DispatchMoeRunnerCore):
                          topk_weights and topk_ids [num_tokens, top_k], -1 for experts that are not
                          here
         quant_info       TritonMoeQuantInfo of weights used in place: in FP8 with scales of 128 x
-                         128 blocks, of channels or of experts, or in bf16
+                         128 blocks, of channels or of experts, or in bf16; or in MXFP4 as in
+                         checkpoints, uint8 with scales in e8m0 for 32 of a row, multiplied by bf16
+                         tokens, or with use_fp8_w8a8 by e4m3 ones
         runner_config    MoeRunnerConfig; routed_scaling_factor multiplies y
 
         y is bf16 and always new memory. Raises NotImplementedError for what there is no kernel for,
@@ -119,7 +123,11 @@ class JitmoeRunnerCore(DispatchMoeRunnerCore):
             quant_info.w13_scale,
             quant_info.w2_scale,
             x_scale=scale,
+            w13_bias=quant_info.b13,
+            w2_bias=quant_info.b2,
             activation=_activation(runner_config),
+            gate_up="interleaved" if _is_interleaved(runner_config) else "gate_first",
+            format=_format(quant_info),
             routed_scaling_factor=1.0 if factor is None else factor,
             apply_router_weight_on_input=runner_config.apply_router_weight_on_input,
             backend=self.backend,
@@ -153,8 +161,6 @@ def _activation(config) -> Activation | str:
         if clamp is not None:  # is applied after silu there
             _refuse("gemm1_clamp_limit None without gemm1_alpha", clamp)
         return "swiglu" if limit is None else Activation("swiglu_clamped", 1.0, limit, 0.0)
-    if config.gate_up_interleaved:  # of no meaning without gemm1_alpha
-        _refuse("gate_up_interleaved False", True)
     if clamp is None:
         _refuse("gemm1_clamp_limit beside gemm1_alpha", clamp)
     if limit is not None:
@@ -164,12 +170,25 @@ def _activation(config) -> Activation | str:
     return Activation("swiglu_oai", alpha, clamp, 1.0)
 
 
+def _is_interleaved(config) -> bool:
+    """Whether rows of gate and up come by turns: of no meaning without gemm1_alpha."""
+    return config.gemm1_alpha is not None and config.gate_up_interleaved
+
+
+def _format(quant_info) -> str | None:
+    """Where it is not to be found by dtypes."""
+    if quant_info.w13_weight.dtype not in _FP4:
+        return None
+    return "mxfp4_fp8" if quant_info.use_fp8_w8a8 else "mxfp4_bf16"
+
+
 def _check_weights(quant_info) -> None:
     if not is_dataclass(quant_info) or not hasattr(quant_info, "use_fp8_w8a8"):
         _refuse("TritonMoeQuantInfo", type(quant_info).__name__)
-    if not quant_info.use_fp8_w8a8 and quant_info.w13_weight.dtype != torch.bfloat16:
-        got = str(quant_info.w13_weight.dtype).removeprefix("torch.")
-        _refuse("use_fp8_w8a8 or weights in bfloat16", got)
+    dtype = quant_info.w13_weight.dtype
+    if not quant_info.use_fp8_w8a8 and dtype not in (torch.bfloat16, *_FP4):
+        got = str(dtype).removeprefix("torch.")
+        _refuse("use_fp8_w8a8 or weights in bfloat16 or MXFP4", got)
     if quant_info.block_shape is not None and list(quant_info.block_shape) != BLOCK:
         _refuse(f"block_shape {BLOCK} or None", quant_info.block_shape)
     _check_defaults(quant_info, _WEIGHTS)

@@ -12,6 +12,10 @@ import torch
 from jitmoe import Activation, ExpertWeights
 from jitmoe import mega_moe as launch
 from jitmoe.integrations.torch_memory import Memory, host, host_weights
+from jitmoe.integrations.torch_scales import f32, mx_codes, pack_scales, packed
+from jitmoe.mxfp4 import FORMATS as MX_FORMATS
+
+__all__ = ["MAX_LAYERS", "mega_moe", "pack_scales"]
 
 MAX_LAYERS = 1024  # remembered; then the one not called for longest is read again
 
@@ -24,10 +28,11 @@ _SCHEMA = (
     'str backend="cuda", str activation="swiglu", '
     "float? alpha=None, float? limit=None, float? up_offset=None, "
     "float routed_scaling_factor=1.0, bool apply_router_weight_on_input=False, "
-    'int first_expert=0, str gate_up="gate_first", bool batch_invariant=False'
+    'int first_expert=0, str gate_up="gate_first", bool batch_invariant=False, '
+    "str? format=None"
 )
 # From `activation` on: what the operators' defaults stand for.
-_PLAIN = ("swiglu", None, None, None, 1.0, False, 0, "gate_first", False)
+_PLAIN = ("swiglu", None, None, None, 1.0, False, 0, "gate_first", False, None)
 
 
 def mega_moe(
@@ -48,21 +53,23 @@ def mega_moe(
     first_expert: int = 0,
     gate_up: str = "gate_first",
     batch_invariant: bool = False,
+    format: str | None = None,
     expert_counts: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     backend: str = "cuda",
 ) -> torch.Tensor:
     """`jitmoe.mega_moe` as a PyTorch operator, on the current stream of the tensors' GPU.
 
-    x             [num_tokens, hidden] bf16, or, for FP8 weights, e4m3 with an x_scale of
-                  `jitmoe.mega_moe`
+    x             [num_tokens, hidden] bf16, or, for FP8 weights and mxfp4_fp8, e4m3 with an x_scale
+                  of `jitmoe.mega_moe`
     topk_ids      [num_tokens, top_k] int32 or int64; an id outside [first_expert, first_expert +
                   num_experts) is an unused slot
     topk_weights  [num_tokens, top_k] f32 or bf16
     w13 to w2_scale  the tensors of `jitmoe.ExpertWeights`, used in place; scales may be e8m0 (or
-                  uint8 of the same bits) as well, of which a copy in f32 is kept with the tensor;
-                  bf16 weights have none
-    w13_bias, w2_bias, gate_up  as in `jitmoe.ExpertWeights`
+                  uint8 of the same bits) as well, of which a copy, in f32 or for MXFP4 packed, is
+                  kept with the tensor; bf16 weights have none. MXFP4 may be int8 or
+                  float4_e2m1fn_x2 too, its scales int32 of `pack_scales`, which are used in place
+    w13_bias, w2_bias, gate_up, format  as in `jitmoe.ExpertWeights`
     activation to first_expert, batch_invariant  as in `jitmoe.mega_moe`
     expert_counts [num_experts] int32, to which the routed pairs of each expert are added
     out           [num_tokens, hidden] bf16, written in place (default: a new tensor)
@@ -83,6 +90,7 @@ def mega_moe(
         first_expert,
         gate_up,
         batch_invariant,
+        format,
     )
     options = (backend,) if layer == _PLAIN else (backend, *layer)  # a shorter call is a faster one
     # An operator that returns something new writes nothing else: those can have autograd formulas.
@@ -193,16 +201,23 @@ def _run(
     first_expert=0,
     gate_up="gate_first",
     batch_invariant=False,
+    format=None,
     expert_counts=None,
 ) -> list[torch.Tensor]:
     """Launch; returns what was written."""
-    weights = w13, w2, _f32(w13_scale), _f32(w2_scale)
+    if format in MX_FORMATS:
+        weights = mx_codes(w13), mx_codes(w2)
+        order = gate_up if w13.shape[1:2] != (2 * w2.shape[-1],) else None  # has no gate
+        weights += (packed(w13_scale, "w13_scale", w13, format, order),)
+        weights += (packed(w2_scale, "w2_scale", w2, format),)
+    else:
+        weights = w13, w2, f32(w13_scale), f32(w2_scale)
     if w13_bias is not None or w2_bias is not None:
         weights += (w13_bias, w2_bias)
     if backend == "emulated":
-        read, weights = host, _wrap(host_weights, weights, gate_up)
+        read, weights = host, _wrap(host_weights, weights, gate_up, format)
     elif backend == "cuda":
-        read, weights = _as_is, _known_weights(gate_up, *map(_place, weights))
+        read, weights = _as_is, _known_weights(gate_up, format, *map(_place, weights))
     else:
         raise ValueError(f'backend must be "cuda" or "emulated", got {backend!r}')
     x = read(x, "x")
@@ -233,35 +248,6 @@ def _activation(kind: str, *numbers: float | None) -> Activation | str:
     return kind if numbers == (None, None, None) else Activation(kind, *numbers)
 
 
-_E8M0 = getattr(torch, "float8_e8m0fnu", None)  # PyTorch 2.7 and later
-_E8M0_TYPES = (_E8M0, torch.uint8)
-
-
-def _f32(scale: torch.Tensor | None) -> torch.Tensor | None:
-    """Scales in e8m0 as f32, made once and kept with the tensor; others as they are.
-
-    They are made anew where the tensor lies elsewhere or was written since, but a write through
-    `.data` leaves no trace.
-    """
-    if scale is None or scale.dtype not in _E8M0_TYPES:
-        return scale
-    if scale.is_inference():  # has no version
-        return _widened(scale)
-    state = scale.data_ptr(), scale._version
-    known = getattr(scale, "_jitmoe_f32", None)
-    if known is None or known[0] != state:
-        known = state, _widened(scale)
-        # Made during a capture, they are the graph's, and hold nothing before it runs.
-        if not (scale.is_cuda and torch.cuda.is_current_stream_capturing()):
-            scale._jitmoe_f32 = known
-    return known[1]
-
-
-def _widened(scale: torch.Tensor) -> torch.Tensor:
-    wide = scale.detach().view(_E8M0)  # of either of _E8M0_TYPES
-    return wide.to(torch.float32, memory_format=torch.contiguous_format)
-
-
 def _as_is(tensor: torch.Tensor, name: str) -> torch.Tensor:
     return tensor
 
@@ -274,7 +260,7 @@ def _place(tensor: torch.Tensor | None) -> tuple | None:
 
 
 @lru_cache(MAX_LAYERS)
-def _known_weights(gate_up: str, *places: tuple | None) -> ExpertWeights:
+def _known_weights(gate_up: str, format: str | None, *places: tuple | None) -> ExpertWeights:
     """ExpertWeights of four places, or six with biases, made once for each.
 
     Made of the key alone, so it is right for whatever tensors lie there: checked layouts, plans,
@@ -282,10 +268,10 @@ def _known_weights(gate_up: str, *places: tuple | None) -> ExpertWeights:
     be written; memory that was freed and given to another layer of the same layout serves that one.
     No tensor is held, so a model's memory is free as soon as its owner lets go of it.
     """
-    return _wrap(Memory, places, gate_up)
+    return _wrap(Memory, places, gate_up, format)
 
 
-def _wrap(read, weights: tuple, gate_up: str) -> ExpertWeights:
+def _wrap(read, weights: tuple, gate_up: str, format: str | None) -> ExpertWeights:
     """ExpertWeights of what `read` makes of each that is given, biases last."""
     names = (*_INPUTS[3:7], *_INPUTS[8:])
     arrays = [
@@ -293,4 +279,4 @@ def _wrap(read, weights: tuple, gate_up: str) -> ExpertWeights:
         for given, name in zip(weights, names, strict=False)
     ]
     biases = dict(zip(names[4:], arrays[4:], strict=False))
-    return ExpertWeights(*arrays[:4], **biases, gate_up=gate_up)
+    return ExpertWeights(*arrays[:4], **biases, gate_up=gate_up, format=format)

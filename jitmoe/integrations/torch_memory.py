@@ -11,8 +11,9 @@ _TYPES = {
     torch.bfloat16: ("<u2", 2),
     torch.uint16: ("<u2", 2),
 }
-_SCALE_TYPES = {torch.float32: ("<f4", 4)}
-_BIAS_TYPES = {dtype: _TYPES[dtype] for dtype in (torch.bfloat16, torch.uint16)} | _SCALE_TYPES
+_F32 = {torch.float32: ("<f4", 4)}
+_SCALE_TYPES = _F32 | {torch.int32: ("<i4", 4)}  # packed ones of MXFP4
+_BIAS_TYPES = {dtype: _TYPES[dtype] for dtype in (torch.bfloat16, torch.uint16)} | _F32
 
 
 class Memory:

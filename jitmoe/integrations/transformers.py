@@ -21,6 +21,9 @@ _NEEDS = (
     ("has_post_expert_norm", False, "grouped_mm"),
     *((field, None, "grouped_mm") for field in SOFTCAPS),
 )
+# Of FP8Experts in FP4, as DeepSeek-V4's: two e2m1 codes an element, a scale for 32 of a row.
+_FP4 = (torch.int8, getattr(torch, "float4_e2m1fn_x2", None))
+_E8M0 = (torch.uint8, getattr(torch, "float8_e8m0fnu", None))
 _FP8_NEEDS = (
     ("is_concatenated", True, "grouped_mm"),
     ("is_transposed", False, "grouped_mm"),
@@ -58,7 +61,7 @@ def fp8_experts(
     *,
     backend: str = "cuda",
 ) -> torch.Tensor:
-    """The forward of an FP8Experts module, in one launch.
+    """The forward of an FP8Experts module, in one launch; in FP8 or, as DeepSeek-V4's, in FP4.
 
     hidden_states  [num_tokens, hidden] bf16
     top_k_index    [num_tokens, top_k] int32 or int64; what is no expert's number, as the ids of
@@ -70,16 +73,20 @@ def fp8_experts(
     for, and what `jitmoe.integrations.torch.mega_moe` raises.
     """
     activation = _check(module, hidden_states, _NEEDS + _FP8_NEEDS)
+    given = hidden_states, top_k_index, top_k_weights
+    w13 = getattr(module, w13_of(module))
+    scales = getattr(module, f"{w13_of(module)}_scale_inv"), module.down_proj_scale_inv
+    if w13.dtype in _FP4:
+        if scales[0].dtype not in _E8M0:
+            got = dtype_of(scales[0])
+            refuse(module, "scales of FP4 in float8_e8m0fnu", got, 'choose "eager"')
+        return _run(module, given, scales, activation, backend, "mxfp4_fp8")
     if tuple(module.block_size or (128, 128)) != (128, 128):
         refuse(module, "block_size (128, 128) or None", module.block_size, 'choose "grouped_mm"')
-    w13 = getattr(module, w13_of(module))
     if w13.dtype != torch.float8_e4m3fn:
-        got = dtype_of(w13)
-        refuse(module, "weights in float8_e4m3fn", got, 'choose "deepgemm" for FP4, else "eager"')
-    scales = getattr(module, f"{w13_of(module)}_scale_inv"), module.down_proj_scale_inv
+        refuse(module, "weights in float8_e4m3fn or FP4", dtype_of(w13), 'choose "eager"')
     if module.block_size is None:  # of experts, and halves of w13: [num_experts, 1 or 2, 1]
         scales = [scale.flatten(1) for scale in scales]
-    given = hidden_states, top_k_index, top_k_weights
     return _run(module, given, scales, activation, backend)
 
 
@@ -106,7 +113,7 @@ def bf16_experts(
     return _run(module, given, (), activation, backend)
 
 
-def _run(module, given, scales, activation, backend) -> torch.Tensor:
+def _run(module, given, scales, activation, backend, format=None) -> torch.Tensor:
     name, biases = w13_of(module), {}
     if module.has_bias:
         biases = {"w13_bias": getattr(module, f"{name}_bias"), "w2_bias": module.down_proj_bias}
@@ -118,6 +125,7 @@ def _run(module, given, scales, activation, backend) -> torch.Tensor:
         **biases,
         activation=activation,
         gate_up="interleaved" if has_gate(module) and not module.is_concatenated else "gate_first",
+        format=format,
         backend=backend,
     )
 

@@ -14,6 +14,7 @@ try:
         kFp8Static128BlockSym,
         kFp8StaticChannelSym,
         kFp8StaticTensorSym,
+        kMxfp4Static,
     )
     from vllm.platforms import current_platform
 except ImportError as error:
@@ -23,6 +24,7 @@ except ImportError as error:
     ) from error
 
 from jitmoe import Activation, MoeProblem
+from jitmoe.integrations.expert_maps import first_expert_of, ids_here
 from jitmoe.integrations.torch import mega_moe
 
 BLOCK = [128, 128]
@@ -34,14 +36,21 @@ QUANTISATIONS = (
     (kFp8Static128BlockSym, kFp8Dynamic128Sym),
     (kFp8StaticChannelSym, kFp8DynamicTokenSym),
     (kFp8StaticTensorSym, kFp8DynamicTensorSym),
+    (kMxfp4Static, None),
+    (kMxfp4Static, kFp8Dynamic128Sym),
+    (kMxfp4Static, kFp8DynamicTokenSym),
 )
+# Formats of weights in MXFP4, by what vLLM calls the type of tokens.
+MXFP4 = {None: "mxfp4_bf16", "fp8": "mxfp4_fp8", torch.float8_e4m3fn: "mxfp4_fp8"}
 
-# vLLM's activations and our kinds. Its plain "swigluoai" has gate and up row by row in turn; those
-# that end in "no_mul" are of experts without a gate.
+# vLLM's activations and our kinds; of "swigluoai" rows of gate and up come by turns. Those that end
+# in "no_mul" are of experts without a gate.
+INTERLEAVED = "swigluoai"
 KINDS = {
     "silu": "swiglu",
     "gelu": "geglu_erf",
     "gelu_tanh": "geglu_tanh",
+    INTERLEAVED: "swiglu_oai",
     "swigluoai_uninterleave": "swiglu_oai",
     "silu_no_mul": "silu_no_gate",
     "gelu_no_mul": "gelu_erf_no_gate",
@@ -49,20 +58,14 @@ KINDS = {
     "relu2_no_mul": "relu2_no_gate",
 }
 # What of a quantisation must not be set, as the base class names it.
-_UNSUPPORTED = (
-    "w1_bias",
-    "w2_bias",
-    "w1_zp",
-    "w2_zp",
-    "a1_scale",
-    "a2_scale",
-)
+_UNSUPPORTED = ("w1_zp", "w2_zp", "a1_scale", "a2_scale")
 
 
 class JitmoeExperts(modular_kernel.FusedMoEExpertsModular):
-    """Experts in FP8 or bf16 in one launch: both GEMMs, router weights and the sum over slots.
+    """Experts in FP8, MXFP4 or bf16 in one launch: both GEMMs, router weights, sum over slots.
 
-    moe_config, quant_config  of vLLM; weights and their scales are used in place
+    moe_config, quant_config  of vLLM; weights are used in place, and so are scales but those of
+                              MXFP4, of which a copy in the kernel's order is kept
     backend                   as in `jitmoe.integrations.torch.mega_moe`
 
     Pair it with a prepare and finalize step in vLLM's `FusedMoEKernel`. What there is no kernel for
@@ -113,8 +116,9 @@ class JitmoeExperts(modular_kernel.FusedMoEExpertsModular):
 
     @staticmethod
     def _supports_shape(hidden_dim: int) -> bool:
+        """In bf16, which takes all that others take; `apply` raises ValueError for the rest."""
         try:
-            MoeProblem(1, hidden_dim, 128, 1, 1)
+            MoeProblem(1, hidden_dim, 128, 1, 1, "bf16")
         except ValueError:
             return False
         return True
@@ -178,9 +182,11 @@ class JitmoeExperts(modular_kernel.FusedMoEExpertsModular):
         output         [num_tokens, hidden] bf16
         hidden_states  [num_tokens, hidden] bf16, or e4m3 with a1q_scale f32 [num_tokens, hidden /
                        128], [num_tokens, 1] or [1]
-        w1, w2         [num_experts, 2 * intermediate, hidden], gate rows first, and [num_experts,
-                       hidden, intermediate], e4m3 with the scales of quant_config, or bf16; w1 of
-                       experts without a gate [num_experts, intermediate, hidden]
+        w1, w2         [num_experts, 2 * intermediate, hidden], gate rows first, or by turns for
+                       swigluoai, and [num_experts, hidden, intermediate], e4m3 with the scales of
+                       quant_config, or bf16; w1 of experts without a gate [num_experts,
+                       intermediate, hidden]. In MXFP4 as in checkpoints, uint8 of half as many
+                       columns, with scales for 32 of a row
         expert_map     int32 [global_num_experts], the number here of every expert, -1 for those of
                        other ranks; None if ids count the experts here. One of experts in a row is
                        read once, and again after a write; it must not change under a CUDA graph
@@ -192,9 +198,9 @@ class JitmoeExperts(modular_kernel.FusedMoEExpertsModular):
         self._check(hidden_states, w1, a2_scale)
         first_expert = 0
         if expert_map is not None:
-            first = _first_expert(expert_map, w1.shape[0])
+            first = first_expert_of(expert_map, w1.shape[0])
             if first is None:
-                topk_ids = _ids_here(topk_ids, expert_map)
+                topk_ids = ids_here(topk_ids, expert_map)
             else:
                 first_expert = first
         if apply_router_weight_on_input:
@@ -208,7 +214,11 @@ class JitmoeExperts(modular_kernel.FusedMoEExpertsModular):
             self.w1_scale,
             self.w2_scale,
             x_scale=a1q_scale,
+            w13_bias=self.w1_bias,
+            w2_bias=self.w2_bias,
             activation=self._activation(activation),
+            gate_up="interleaved" if activation.value == INTERLEAVED else "gate_first",
+            format=self._format(),
             first_expert=first_expert,
             out=output,
             backend=self.backend,
@@ -231,6 +241,14 @@ class JitmoeExperts(modular_kernel.FusedMoEExpertsModular):
         if hidden_states.dim() != 2:
             _refuse("tokens in the Standard format", f"{hidden_states.dim()} dimensions")
 
+    def _format(self) -> str | None:
+        """Where it is not to be found by dtypes."""
+        if self.weight_quant_dtype != "mxfp4":
+            return None
+        if self.quant_dtype not in MXFP4:
+            _refuse("tokens in bfloat16 or FP8 for MXFP4", self.quant_dtype)
+        return MXFP4[self.quant_dtype]
+
     def _activation(self, activation) -> Activation | str:
         name = activation.value
         if name not in KINDS:
@@ -238,6 +256,9 @@ class JitmoeExperts(modular_kernel.FusedMoEExpertsModular):
         limit = self._number("gemm1_clamp_limit", "swiglu_limit")
         alpha = self._number("gemm1_alpha", "swiglu_alpha")
         beta = self._number("gemm1_beta", "swiglu_beta")
+        if name == INTERLEAVED:  # numbers are those of gpt-oss unless they are said
+            limit = 7.0 if limit is None else limit
+            alpha, beta = 1.702 if alpha is None else alpha, 1.0 if beta is None else beta
         alpha, beta = 1.0 if alpha is None else alpha, 0.0 if beta is None else beta
         if name == "silu" and (alpha, beta) != (1.0, 0.0):
             _refuse("silu without gemm1_alpha and gemm1_beta", f"{alpha} and {beta}")
@@ -257,31 +278,3 @@ def _refuse(allowed: str, got) -> None:
     raise NotImplementedError(
         f"JitmoeExperts needs {allowed}, got {got}; choose another --moe-backend"
     )
-
-
-def _first_expert(expert_map: torch.Tensor, num_experts: int) -> int | None:
-    """The id of the first of `num_experts` experts that the map has in a row; None for another map.
-
-    Read once and kept with the tensor, until that is written; a write through `.data` leaves no
-    trace. None too for a map that cannot be read now, in a capture, or leaves no trace of writes.
-    """
-    if expert_map.is_inference():  # has no version
-        return None
-    state = expert_map.data_ptr(), expert_map._version, num_experts
-    known = getattr(expert_map, "_jitmoe_first", None)
-    if known is None or known[0] != state:
-        if expert_map.is_cuda and torch.cuda.is_current_stream_capturing():
-            return None
-        numbers = expert_map.tolist()
-        first = numbers.index(0) if 0 in numbers else 0
-        row = [-1] * first + list(range(num_experts))
-        is_row = numbers == row + [-1] * (len(numbers) - len(row))
-        known = expert_map._jitmoe_first = state, first if is_row else None
-    return known[1]
-
-
-def _ids_here(topk_ids: torch.Tensor, expert_map: torch.Tensor) -> torch.Tensor:
-    """The numbers here of the experts that ids name, -1 for those that are not here."""
-    last = expert_map.shape[0] - 1
-    is_known = (topk_ids >= 0) & (topk_ids <= last)
-    return torch.where(is_known, expert_map[topk_ids.clamp(0, last).long()], -1)

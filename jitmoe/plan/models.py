@@ -68,15 +68,8 @@ ACTIVATION_REFUSED = {
 }
 GPT_OSS_ALPHA = 1.702  # which its first configurations leave to the code
 # What else the code of a model_type knows of its layers.
-LAYERS = {
-    "gpt_oss": {
-        "format": "bf16",
-        "gate_up": "interleaved",
-        "has_bias": True,
-        "note": "checkpoints are in MXFP4 (--format mxfp4_bf16); this is the layer of one "
-        "dequantised to bf16",
-    }
-}
+LAYERS = {"gpt_oss": {"gate_up": "interleaved", "has_bias": True}}
+UNQUANTIZED = {"gpt_oss": "bf16"}  # format without MXFP4; of others fp8_block, which may be wanted
 
 
 @dataclass(frozen=True)
@@ -200,9 +193,22 @@ def from_config(path: str | Path) -> ModelShape:
         )
     name = config.get("model_type") or path.resolve().parent.name
     fields = {field: _read(experts, field, path) for field in CONFIG_KEYS}
-    known = LAYERS.get(experts.get("model_type"), {})
-    activation = _activation(experts, path)
-    return ModelShape(str(name), **fields, source=str(path), activation=activation, **known)
+    known = dict(LAYERS.get(experts.get("model_type"), {}))
+    known |= {"activation": _activation(experts, path), "format": _format(config, experts)}
+    return ModelShape(str(name), **fields, source=str(path), **known)
+
+
+def _format(config: dict, experts: dict) -> str:
+    """Of the experts' weights, by the `quantization_config` that a checkpoint brings."""
+    found = config.get("quantization_config") or experts.get("quantization_config")
+    quantization = found if isinstance(found, dict) else {}
+    if quantization.get("quant_method") == "mxfp4" and not quantization.get("dequantize"):
+        return "mxfp4_bf16"
+    # DeepSeek-V4's experts beside FP8: in the configuration, or in that of its quantisation.
+    kinds = (part.get("expert_dtype") for part in (quantization, experts, config))
+    if quantization.get("quant_method") == "fp8" and "fp4" in kinds:
+        return "mxfp4_fp8"
+    return UNQUANTIZED.get(experts.get("model_type"), "fp8_block")
 
 
 def _find_experts(config: dict) -> dict | None:

@@ -21,9 +21,10 @@ from jitmoe.fp8 import encode_bf16
 from jitmoe.jit import nvrtc
 from jitmoe.measure import Errors
 from jitmoe.peers.peer import Peer
+from jitmoe.plan.formats import FORMATS
 from jitmoe.plan.gpu import GPUS
 from jitmoe.plan.problem import MoeProblem
-from jitmoe.plan.variant import Activation
+from jitmoe.plan.variant import DEFAULT, Activation, Variant
 from jitmoe.run import driver
 
 SMALL = MoeProblem(0, 256, 144, 4, 2)
@@ -240,16 +241,14 @@ def cupy(monkeypatch):
 def bench(cupy, monkeypatch):
     """session.run's pieces that need a GPU, replaced; the oracle stands for the kernel."""
 
-    def weight_sets(layer):
-        codes = reference.random_layer(4, 256, 144, seed=1)
-        return [codes, codes], codes
+    def weight_sets(layer, variant):
+        experts = measure.random_experts(SMALL, variant, 1, np)
+        return [experts, experts], experts
 
     def of_oracle(layer, calls, weights, factor=1.0):
         def y(i):
             call = calls[i]
-            inputs = (call.codes, call.scale, call.topk_ids, call.topk_weights, *weights[0])
-            y = reference.mega_moe(*inputs, requantize=True, activation=call.activation)
-            return encode_bf16(factor * y)
+            return encode_bf16(factor * measure.references(call, weights[0]).requantized)
 
         ys = [y(0) for _ in calls]
 
@@ -286,18 +285,29 @@ def test_session_without_peers(bench):
     assert [text for text in said if "ceilings of this run, hot: read 4,600 GB/s" in text]
 
 
-def test_session_of_another_activation(bench, monkeypatch):
+GPT_OSS = Variant("swiglu_oai", gate_up="interleaved", has_bias=True)
+
+
+@pytest.mark.parametrize(
+    ("variant", "said"),
+    [
+        (Variant(Activation("swiglu_clamped", limit=0.2)), "swiglu_clamped"),
+        (GPT_OSS, "swiglu_oai, interleaved, with biases"),
+    ],
+)
+def test_session_of_another_variant(bench, monkeypatch, variant, said):
     """Calls and oracle have it, and peers, which have not, are left out."""
-    said, limit = [], 0.2
-    points = Points({"small": SMALL}, (3,), activation=Activation("swiglu_clamped", limit=limit))
+    heard = []
+    points = Points({"small": SMALL}, (3,), variant=variant)
     monkeypatch.setattr(peers, "peers", lambda: pytest.fail("no peer is asked"))
-    (row,) = session.run(points, Protocol(), H200, with_peers=True, say=said.append)
-    assert (row["status"], row["activation"]) == ("ok", "swiglu_clamped")
-    assert "peers left out: they compute swiglu, these layers swiglu_clamped" in said
-    call = measure.random_call(replace(SMALL, num_tokens=3), 0, activation=points.activation)
-    codes = reference.random_layer(4, 256, 144, seed=1)
-    plain = measure.references(call._replace(activation="swiglu"), codes)
-    assert reference.relative_error(measure.references(call, codes).exact, plain.exact) > 0.1
+    (row,) = session.run(points, Protocol(), H200, with_peers=True, say=heard.append)
+    assert (row["status"], row["activation"]) == ("ok", variant.activation.kind)
+    assert f"peers left out: they compute swiglu, gate first, these layers {said}" in heard
+    call = measure.random_call(replace(SMALL, num_tokens=3), 0, variant=variant)
+    experts = measure.random_experts(SMALL, variant, 1, np)
+    wanted = measure.references(call, experts).exact
+    plain = measure.references(call._replace(variant=DEFAULT), experts._replace(biases=None))
+    assert reference.relative_error(wanted, plain.exact) > 0.1
 
 
 @pytest.mark.parametrize("format", ["fp8_block", "bf16"])
@@ -305,9 +315,24 @@ def test_a_call_launches_with_its_activation(cupy, monkeypatch, format):
     seen = []
     monkeypatch.setattr(measure, "mega_moe", lambda *given, **wants: seen.append(wants))
     layer = replace(SMALL, num_tokens=3, format=format)
-    call = measure.random_call(layer, 0, activation="geglu_erf")
+    call = measure.random_call(layer, 0, variant=Variant("geglu_erf"))
     call.launch(None, None, None)
-    assert seen[0]["activation"] == "geglu_erf"
+    assert seen[0]["activation"] == Activation("geglu_erf")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_random_weights_are_those_of_the_variant(cupy, monkeypatch, format):
+    """Sets of weights, of which the others have their experts moved; biases and order too."""
+    layer = replace(SMALL, intermediate=160, format=format)
+    runtime = SimpleNamespace(memGetInfo=lambda: (measure.SPARE_BYTES + (1 << 20), 0))
+    monkeypatch.setattr(cupy.cuda, "runtime", runtime, raising=False)
+    for variant in (DEFAULT, GPT_OSS):
+        sets, first = measure.weight_sets(layer, variant=variant)
+        assert len(sets) > 1 and {one.format for one in sets} == {format}
+        assert {one.gate_up for one in sets} == {variant.gate_up}
+        assert {one.has_bias for one in sets} == {variant.has_bias}
+        assert np.array_equal(sets[0].tensors[0], first.layer.w13)
+        assert np.array_equal(sets[1].tensors[0], np.roll(first.layer.w13, 1, axis=0))
 
 
 @pytest.mark.parametrize("args", [["--shapes", "S1,S2"], ["--model", "nemotron-3-nano-30b-a3b"]])
@@ -320,7 +345,7 @@ def test_layers_without_a_gate(args, monkeypatch):
     )
     assert invoke(*args, "--activation", "relu2_no_gate", "--format", "bf16").exit_code == 0
     (points,) = measured
-    assert points.activation == Activation("relu2_no_gate")
+    assert points.variant.activation == Activation("relu2_no_gate")
     assert not any(layer.gated for layer in points.layers.values())
     assert invoke(*args, "--activation", "swiglu").exit_code == 0
     assert all(layer.gated for layer in measured[1].layers.values())
@@ -328,20 +353,21 @@ def test_layers_without_a_gate(args, monkeypatch):
 
 def test_weights_without_a_gate(cupy, monkeypatch):
     cupy.cuda.runtime = SimpleNamespace(memGetInfo=lambda: (0, 0))
-    monkeypatch.setattr(measure, "ExpertWeights", lambda *given, **_: given)
     for gated, rows in ((True, 2 * 144), (False, 144)):
-        _, codes = measure.weight_sets(replace(SMALL, gated=gated))
-        assert codes.w13.shape == (4, rows, 256)
+        variant = Variant("swiglu" if gated else "relu2_no_gate", has_bias=True)
+        sets, first = measure.weight_sets(replace(SMALL, gated=gated), variant=variant)
+        assert first.layer.w13.shape == (4, rows, 256) and first.biases.w13.shape == (4, rows)
+        assert sets[0].gated == gated
 
 
-def test_kernels_built_ahead_have_the_activation(monkeypatch):
+def test_kernels_built_ahead_are_those_of_the_variant(monkeypatch):
     built = []
     monkeypatch.setattr(session, "build_many", lambda plans: built.extend(plans) or built)
-    points = Points({"small": SMALL}, activation=Activation("geglu_tanh"))
-    session._build_in_background(points, H200)
+    session._build_in_background(Points({"small": SMALL}, variant=GPT_OSS), H200)
     while len(built) < 2:
         times.time.sleep(0.01)
-    assert {plan.activation for plan in built} == {"geglu_tanh"}
+    assert {plan.activation for plan in built} == {"swiglu_clamped"}
+    assert all(plan.interleaved and plan.has_bias for plan in built)
 
 
 def test_session_with_peers(bench, monkeypatch):
@@ -410,10 +436,10 @@ def test_session_stops_at_its_time_limit(bench, monkeypatch):
 
 def test_a_graph_that_leaves_poison_is_wrong(bench, cupy):
     layer = replace(SMALL, num_tokens=3)
-    codes = reference.random_layer(4, 256, 144, seed=1)
+    experts = measure.random_experts(layer, DEFAULT, 1, np)
     calls = [measure.random_call(layer, seed) for seed in range(2)]
-    references = measure.references(calls[0], codes)
-    method = bench(layer, calls, [codes])
+    references = measure.references(calls[0], experts)
+    method = bench(layer, calls, [experts])
     assert trial(method, methods.JITMOE["fp8_block"], references, Protocol()).status == "ok"
     lazy = replace(method, capture=lambda: (lambda: None, method.capture()[1]))
     result = trial(lazy, methods.JITMOE["fp8_block"], references, Protocol())

@@ -1,9 +1,13 @@
 """Parts of the demo on a GPU that need none."""
 
-import pytest
+from io import StringIO
 
-from jitmoe import demo_gpu, measure
+import pytest
+from rich.console import Console
+
+from jitmoe import demo, demo_gpu, measure
 from jitmoe.jit import nvrtc
+from jitmoe.plan.formats import FORMATS
 from jitmoe.plan.models import MODELS
 
 GIB = 1 << 30
@@ -24,6 +28,18 @@ def test_experts_are_reduced_to_fit(name, free_gib, num_experts):
     assert layer.num_experts == num_experts
     fits = 2 * num_experts * layer.expert_bytes + measure.SPARE_BYTES <= free_gib * GIB
     assert fits or num_experts == 1
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_small_layers_of_gpt_oss(format):
+    """With biases and interleaved rows, in every bucket that there is."""
+    said = StringIO()
+    variant = MODELS["gpt-oss-20b"].variant
+    assert demo.demo_emulated(Console(file=said, width=200), variant, format)
+    text = said.getvalue()
+    if "No kernel was executed" not in text:
+        num_passes = text.count("PASS")
+        assert num_passes == len(demo.small_plans(variant, format)) > 0
 
 
 def test_matrix_product_compiles():

@@ -114,8 +114,22 @@ def test_activation_of_a_config(tmp_path, monkeypatch):
 
 def test_demo_of_an_activation():
     variant = Variant(Activation("swiglu_clamped", limit=0.5))
-    for bucket, num_tokens in demo.EMULATED_TOKENS.items():
-        assert demo.emulated_error(bucket, num_tokens, variant) < demo.EMULATED_BOUND
+    for bucket, plan in demo.small_plans(variant, "fp8_block").items():
+        num_tokens = demo.EMULATED_TOKENS[bucket]
+        assert demo.emulated_error(plan, num_tokens, variant) < demo.EMULATED_BOUND
+
+
+def test_layers_as_gpt_oss_checkpoints_are(tmp_path):
+    """MXFP4, interleaved rows and biases from a configuration, in every command that runs them."""
+    config = {"model_type": "gpt_oss", "hidden_size": 160, "intermediate_size": 96}
+    config |= {"num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 7.0}
+    config |= {"quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    title, line = invoke("--config", tmp_path, "--tokens", "9").stdout.splitlines()
+    assert "mxfp4_bf16, swiglu_oai, interleaved, biases, decode" in title and "PASS" in line
+    call = "--emulated", "--config", tmp_path, "--tokens", "9", "--out", tmp_path / "trace.json"
+    result = CliRunner().invoke(app, list(map(str, ("trace", *call, "--json"))))
+    assert result.exit_code == 0 and json.loads(result.output)["num_lost"] == 0
 
 
 @pytest.mark.parametrize(

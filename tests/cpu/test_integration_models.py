@@ -3,6 +3,7 @@ its own eager experts.
 """
 
 import importlib.util
+import inspect
 import re
 from functools import partial
 from pathlib import Path
@@ -135,6 +136,33 @@ def test_fp8(name, launches):
     _, args, kwargs, y = calls[0]
     eager.config._experts_implementation = "eager"
     assert off(y, eager(*args, **kwargs)) < FP8_NOISE
+
+
+HAS_FP4 = "expert_dtype" in inspect.signature(transformers.FineGrainedFP8Config).parameters
+
+
+@pytest.mark.skipif(not HAS_FP4, reason="needs a transformers with FP4 experts, as 5.24")
+@pytest.mark.parametrize("name", ["DeepseekV4Config", "Qwen3MoeConfig", "MiniMaxM2Config"])
+@torch.no_grad()
+def test_fp4(name, launches):
+    """As `test_fp8`: experts of DeepSeek-V4 beside layers in FP8."""
+    model = build(name)
+    ((eager, experts),) = quantized(model, in_fp4=True)
+    assert experts.gate_up_proj.dtype == torch.int8
+    calls = listen(experts)
+    model.set_experts_implementation("jitmoe")
+    outputs(model)
+    assert len(launches) == len(calls) == 1
+    _, args, kwargs, y = calls[0]
+    eager.config._experts_implementation = "eager"
+    assert off(y, eager(*args, **kwargs)) < FP8_NOISE
+    experts.config._experts_implementation = "jitmoe"
+    compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*args, **kwargs), y)
+    scale = experts.down_proj_scale_inv.float()
+    experts.gate_up_proj_scale_inv = torch.nn.Parameter(scale, requires_grad=False)
+    with pytest.raises(NotImplementedError, match="scales of FP4 in float8_e8m0fnu, got float32"):
+        experts(*args, **kwargs)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jitmoe import reference
+from jitmoe import mxfp4, quantize, reference
 from jitmoe.emulate.compile import NoHostCompiler, compiler
 
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install 'jitmoe[torch]'")
@@ -26,6 +26,7 @@ from torch_layer import (  # noqa: E402
 
 from jitmoe import Activation  # noqa: E402
 from jitmoe.integrations import torch as integration  # noqa: E402
+from jitmoe.integrations import torch_scales  # noqa: E402
 from jitmoe.integrations.torch import mega_moe  # noqa: E402
 from jitmoe.reference_biases import random_biases  # noqa: E402
 
@@ -132,13 +133,13 @@ def test_e8m0_scales_are_converted_once():
     y = emulate(*given, *WEIGHTS[:2], *scales)
     assert error(y, given, layer) < 4e-3
     assert torch.equal(emulate(*given, *WEIGHTS[:2], *(s.view(torch.uint8) for s in scales)), y)
-    first = integration._f32(scales[0])
-    assert first.dtype == torch.float32 and integration._f32(scales[0]) is first
+    first = torch_scales.f32(scales[0])
+    assert first.dtype == torch.float32 and torch_scales.f32(scales[0]) is first
     scales[0].copy_(scales[0].clone())  # written: may hold other values now
-    assert integration._f32(scales[0]) is not first
+    assert torch_scales.f32(scales[0]) is not first
     with torch.inference_mode():
         fresh = scales[0].clone()
-        assert torch.equal(integration._f32(fresh), first)
+        assert torch.equal(torch_scales.f32(fresh), first)
 
 
 def biased(dtype=torch.float32):
@@ -166,6 +167,152 @@ def test_expert_counts():
     ids = given.topk_ids
     assert counts.tolist() == [5 + int((ids == e).sum()) for e in range(torch_layer.EXPERTS)]
     assert counts._version > version and torch.equal(y, emulate(*given, *WEIGHTS))
+
+
+# MXFP4
+
+MX_FORMATS = ("mxfp4_fp8", "mxfp4_bf16")
+
+
+@pytest.mark.parametrize("format", MX_FORMATS)
+@pytest.mark.parametrize("num_tokens", [1, 20])
+def test_mxfp4(format, num_tokens):
+    """In every type that stands for its codes and scales."""
+    given, (layer, weights) = tokens(num_tokens), torch_layer.mx_layer(format)
+    y = emulate(*given, *weights, format=format)
+    assert error(y, given, layer, format=format) < 4e-3
+    for codes, scales in [(torch.int8, torch.float8_e8m0fnu), (torch.float4_e2m1fn_x2, None)]:
+        others = [w.view(codes) for w in weights[:2]]
+        others += [s if scales is None else s.view(scales) for s in weights[2:]]
+        assert torch.equal(emulate(*given, *others, format=format), y)
+
+
+@pytest.mark.parametrize("format", MX_FORMATS)
+@pytest.mark.parametrize("gate_up", ["gate_first", "up_first", "interleaved"])
+def test_mxfp4_biases_and_orders(gate_up, format):
+    """As in gpt-oss."""
+    given, (tensors, biases) = tokens(7), biased()
+    layer, weights = torch_layer.mx_layer(format)
+    kwargs = {"gate_up": gate_up, "format": format, "activation": "swiglu_oai"}
+    y = emulate(*given, *weights, **tensors, **kwargs)
+    assert error(y, given, layer, **kwargs, **biases) < 4e-3
+
+
+@pytest.mark.parametrize("gate_up", [None, "gate_first", "up_first", "interleaved"])
+@pytest.mark.parametrize(("rows", "groups"), [(128, 4), (448, 9), (96, 1), (544, 12)])
+@pytest.mark.parametrize("format", MX_FORMATS)
+def test_packed_scales_are_those_of_numpy(format, rows, groups, gate_up):
+    generator = torch.Generator().manual_seed(rows)
+    wide = torch.randint(90, 130, (3, rows, 2 * groups), dtype=torch.uint8, generator=generator)
+    scales = wide[..., ::2]
+    wanted = quantize.pack_scales(scales.numpy(), format, gate_up)
+    made = torch_scales.pack_scales(scales.view(torch.float8_e8m0fnu), format, gate_up)
+    assert made.dtype == torch.int32 and made.is_contiguous()
+    assert np.array_equal(made.numpy().view(np.uint32), wanted)
+    assert mxfp4.packed_shape(3, rows, 32 * groups, gate_up) == made.shape
+
+
+@pytest.mark.parametrize("format", MX_FORMATS)
+def test_mxfp4_without_a_gate(format):
+    sizes = torch_layer.EXPERTS, HIDDEN, torch_layer.INTERMEDIATE
+    layer = reference.random_layer(*sizes, seed=1, format=format, gated=False)
+    weights = map(torch.from_numpy, (layer.w13, layer.w2, *layer[1::2]))
+    given, kwargs = tokens(7), {"format": format, "activation": "relu2_no_gate"}
+    assert error(emulate(*given, *weights, **kwargs), given, layer, **kwargs) < 4e-3
+
+
+def test_mxfp4_scales_are_packed_once(monkeypatch):
+    given, (_, weights) = tokens(3), torch_layer.mx_layer("mxfp4_bf16")
+    made, pack = [], torch_scales.pack_scales
+    monkeypatch.setattr(torch_scales, "pack_scales", lambda *a: (made.append(0), pack(*a))[1])
+    layer = partial(emulate, *given, *weights, format="mxfp4_bf16")
+    y = layer()
+    assert len(made) == 2 and torch.equal(layer(), y) and len(made) == 2
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(), y) and len(made) == 2
+    layer(gate_up="interleaved")
+    assert len(made) == 3, "of w13 alone"
+    weights[3].add_(1)  # twice as large
+    doubled = layer().float()
+    assert len(made) == 5 and torch.allclose(doubled, 2 * y.float(), rtol=0.02)
+    with torch.inference_mode():
+        fresh = weights[3].clone()
+        assert torch.equal(emulate(*given, *weights[:3], fresh, format="mxfp4_bf16"), layer())
+
+
+@pytest.mark.parametrize("gate_up", ["gate_first", "interleaved"])
+def test_mxfp4_scales_packed_before(gate_up):
+    given, (_, weights) = tokens(5), torch_layer.mx_layer("mxfp4_fp8")
+    kwargs = {"format": "mxfp4_fp8", "gate_up": gate_up}
+    scales = [
+        integration.pack_scales(scale, "mxfp4_fp8", order)
+        for scale, order in zip(weights[2:], (gate_up, None), strict=True)
+    ]
+    y = emulate(*given, *weights[:2], *scales, **kwargs)
+    assert torch.equal(y, emulate(*given, *weights, **kwargs))
+
+
+@pytest.mark.parametrize("op", [NEW_OP, OUT_OP], ids=["new", "out"])
+def test_opcheck_mxfp4(op):
+    arguments = [*tokens(5), *torch_layer.mx_layer("mxfp4_fp8")[1]]
+    if op is OUT_OP:
+        arguments.insert(0, torch.empty_like(arguments[0]))
+    kwargs = {"backend": "emulated", "format": "mxfp4_fp8"}
+    assert set(torch.library.opcheck(op, arguments, kwargs).values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("format", MX_FORMATS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_mxfp4(format, backend):
+    weights = torch_layer.mx_layer(format)[1]
+
+    def layer(x, ids, router):
+        return emulate(2 * x, ids, router, *weights, format=format) + 1
+
+    compiled = torch.compile(layer, fullgraph=True, backend=backend)
+    given = tokens(5)
+    assert torch.equal(compiled(*given), layer(*given))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": "mxfp4"}, "format must be mxfp4_fp8 or mxfp4_bf16, got 'mxfp4'; leave it out"),
+        ({"format": "bf16"}, "format must be mxfp4_fp8 or mxfp4_bf16, got 'bf16'; leave it out"),
+        ({"w13_scale": lambda s: s.float()}, "w13_scale must have dtype e8m0 or u8, got float32"),
+        (
+            {"w13_scale": lambda s: s[..., :4]},
+            r"w13_scale must have shape \[4, 256, 8\], got \[4, 256, 4\]; pass a scale for each",
+        ),
+        ({"w2_scale": lambda s: s * 0 + 255}, "got e8m0 code 255; 255 is NaN: look for what"),
+        ({"w2_scale": lambda s: None}, "w13 is u8 and needs both scales, got w13_scale; pass"),
+        (
+            {"w13_scale": lambda s: integration.pack_scales(s[:, :, :4], "mxfp4_bf16")},
+            r"w13_scale must have shape \[4, 1, 2, 256\], got \[4, 1, 1, 256\]; .*for this gate_up",
+        ),
+        ({"w13": lambda w: w.unflatten(-1, (8, 16))}, "w13 must have shape .num_experts, 2 . inte"),
+    ],
+    ids=str,
+)
+def test_misfits_of_mxfp4(change, message):
+    names = ("x", "topk_ids", "topk_weights", "w13", "w2", "w13_scale", "w2_scale")
+    weights = torch_layer.mx_layer("mxfp4_bf16")[1]
+    given = dict(zip(names, (*tokens(3), *weights), strict=True)) | {"format": "mxfp4_bf16"}
+    for name, alter in change.items():
+        given[name] = alter(given[name]) if callable(alter) else alter
+    with pytest.raises(ValueError, match=message):
+        emulate(**given)
+
+
+def test_mxfp4_scales_are_not_packed_in_a_capture(monkeypatch):
+    _, weights = torch_layer.mx_layer("mxfp4_bf16")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    message = refusal(
+        RuntimeError,
+        lambda: torch_scales.packed(weights[2], "w13_scale", weights[0], "mxfp4_bf16", "up_first"),
+    )
+    assert "w13_scale is to be packed once" in message and "call the layer before it" in message
 
 
 # Other layers
@@ -442,13 +589,13 @@ def test_memory_describes_the_tensor(name, dtype, typestr):
 
 
 def test_scales_that_are_none_have_no_place(monkeypatch):
-    monkeypatch.setattr(integration, "ExpertWeights", lambda *memory, gate_up: (gate_up, *memory))
+    monkeypatch.setattr(integration, "ExpertWeights", lambda *memory, **said: (said, *memory))
     monkeypatch.setattr(integration, "Memory", lambda place, name: name)
     integration._known_weights.cache_clear()
     try:
         places = [integration._place(part) for part in (*BF16_WEIGHTS, None, None)]
-        known = integration._known_weights("up_first", *places)
-        assert known == ("up_first", "w13", "w2", None, None)
+        known = integration._known_weights("up_first", None, *places)
+        assert known == ({"gate_up": "up_first", "format": None}, "w13", "w2", None, None)
     finally:
         integration._known_weights.cache_clear()
 
@@ -467,9 +614,9 @@ def test_memory_of_a_wrong_type_is_refused():
 def test_weights_are_known_by_their_places(monkeypatch):
     """Made once for a place, held by no tensor, and at most so many."""
     made = []
-    monkeypatch.setattr(integration, "ExpertWeights", lambda *m, gate_up: made.append(m) or m)
+    monkeypatch.setattr(integration, "ExpertWeights", lambda *m, **_: made.append(m) or m)
     integration._known_weights.cache_clear()
-    known = partial(integration._known_weights, "gate_first")
+    known = partial(integration._known_weights, "gate_first", None)
     try:
         tensors = [w.clone() for w in WEIGHTS]
         monkeypatch.setattr(torch.Tensor, "device", torch.device("cuda:0"))
@@ -479,7 +626,8 @@ def test_weights_are_known_by_their_places(monkeypatch):
         assert known(*map(integration._place, again)) is first
         other = known(*places[:3], integration._place(tensors[3].clone()))
         assert other is not first and len(made) == 2
-        assert integration._known_weights("up_first", *places) is not first and len(made) == 3
+        assert integration._known_weights("up_first", None, *places) is not first
+        assert len(made) == 3
         assert not any(isinstance(part, torch.Tensor) for part in first)
         assert integration._known_weights.cache_info().maxsize == integration.MAX_LAYERS
     finally:

@@ -430,7 +430,11 @@ def test_other_formats_are_refused():
         lambda: experts(tokens(3).x.half(), *tokens(3)[1:])
     )
     experts.gate_up_proj = torch.nn.Parameter(WEIGHTS[0].view(torch.int8), requires_grad=False)
-    assert 'float8_e4m3fn, got int8; choose "deepgemm" for FP4' in refused(
+    assert "scales of FP4 in float8_e8m0fnu, got float32; choose" in refused(
+        lambda: experts(*tokens(3))
+    )
+    experts.gate_up_proj = torch.nn.Parameter(WEIGHTS[0].view(torch.float8_e5m2), False)
+    assert 'float8_e4m3fn or FP4, got float8_e5m2; choose "eager"' in refused(
         lambda: experts(*tokens(3))
     )
 

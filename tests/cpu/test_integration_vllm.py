@@ -20,11 +20,13 @@ from torch_layer import (  # noqa: E402
     BF16_WEIGHTS,
     EXPERTS,
     HIDDEN,
+    INTERMEDIATE,
     NO_GATE,
     NO_GATE_BF16,
     WEIGHTS,
     error,
     fp8_layer,
+    mx_layer,
     no_gate_weights,
     quantized,
     quantized_by_token,
@@ -32,6 +34,7 @@ from torch_layer import (  # noqa: E402
 )
 
 from jitmoe import Activation  # noqa: E402
+from jitmoe.reference_biases import random_biases  # noqa: E402
 
 try:
     compiler()
@@ -109,6 +112,48 @@ def test_bf16(experts):
     assert error(y, given, BF16_LAYER) < 4e-3
 
 
+@pytest.mark.parametrize("tokens_in", [None, "fp8", torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("is_oss", [False, True], ids=["silu", "gpt-oss"])
+def test_mxfp4(experts, is_oss, tokens_in):
+    """Checkpoint tensors; tokens in bf16, or quantised by token where they were dispatched."""
+    format = "mxfp4_bf16" if tokens_in is None else "mxfp4_fp8"
+    given, (layer, (w1, w2, *weight_scales)) = tokens(20), mx_layer(format)
+    quantisation = dict(zip(("w1_scale", "w2_scale"), weight_scales, strict=True))
+    quantisation |= {"weight_quant_dtype": "mxfp4", "quant_dtype": tokens_in, "block_shape": None}
+    variant, activation = {"format": format}, SILU
+    if is_oss:
+        biases = random_biases(EXPERTS, HIDDEN, INTERMEDIATE, seed=3)
+        quantisation |= dict(
+            zip(("w1_bias", "w2_bias"), map(torch.from_numpy, biases), strict=True)
+        )
+        variant |= {"activation": "swiglu_oai", "gate_up": "interleaved", **biases.arguments}
+        activation = vllm.MoEActivation.SWIGLUOAI
+    args = quantized_by_token, given[0], w1, w2, given[2], given[1]
+    y = vllm.run(experts(**quantisation), *args, activation=activation)
+    assert error(y, given, layer, **variant) < 4e-3
+    if tokens_in is not None:
+        moe = replace(MOE, moe_parallel_config=vllm.ParallelConfig(use_all2all_kernels=True))
+        y = vllm.run(experts(moe, **quantisation), *args, activation=activation)
+        assert error(y, given, layer, x=quantized_by_token(given[0]), **variant) < 4e-3
+
+
+def test_interleaved_rows_and_biases_in_fp8(experts):
+    """With gpt-oss's numbers unless others are said."""
+    given, biases = tokens(9), random_biases(EXPERTS, HIDDEN, INTERMEDIATE, seed=3)
+    quantisation = dict(zip(("w1_bias", "w2_bias"), map(torch.from_numpy, biases), strict=True))
+    variant = {"gate_up": "interleaved", **biases.arguments}
+    for numbers, ours in [
+        ({}, Activation("swiglu_oai")),
+        (
+            {"gemm1_alpha": 1.5, "gemm1_clamp_limit": 1.0, "gemm1_beta": 0.5},
+            Activation("swiglu_clamped", 1.5, 1.0, 0.5),
+        ),
+    ]:
+        own = experts(**quantisation, **numbers)
+        y = run(own, given, activation=vllm.MoEActivation.SWIGLUOAI)
+        assert error(y, given, activation=ours, **variant) < 4e-3
+
+
 @pytest.mark.parametrize(
     ("activation", "numbers", "ours"),
     [
@@ -180,7 +225,7 @@ MIXED[torch.tensor([7, 0, 4, 11])] = torch.arange(EXPERTS, dtype=torch.int32)
 @pytest.mark.parametrize("expert_map", [ROW, MIXED], ids=["row", "mixed"])
 def test_expert_maps(adapter, experts, expert_map, is_known, monkeypatch):
     if not is_known:
-        monkeypatch.setattr(adapter, "_first_expert", lambda *_: None)
+        monkeypatch.setattr(adapter, "first_expert_of", lambda *_: None)
     x, _, router = tokens(30)
     ids = torch.randint(-1, 14, router.shape, generator=torch.Generator().manual_seed(1))
     here = [int(expert_map[i]) if 0 <= i < 12 else -1 for i in ids.flatten()]
@@ -193,7 +238,7 @@ def test_expert_maps(adapter, experts, expert_map, is_known, monkeypatch):
 
 
 def test_rows_are_found(adapter):
-    first = adapter._first_expert
+    first = adapter.first_expert_of
     assert first(ROW, EXPERTS) == 3 and first(MIXED, EXPERTS) is None
     assert first(ROW, EXPERTS - 1) is None, "more experts than there are weights"
     assert first(torch.arange(EXPERTS), EXPERTS) == 0
@@ -204,12 +249,12 @@ def test_rows_are_found(adapter):
 def test_maps_are_read_once_and_after_a_write(adapter, monkeypatch):
     expert_map, reads, tolist = ROW.clone(), [], torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda self: reads.append(1) or tolist(self))
-    assert [adapter._first_expert(expert_map, EXPERTS) for _ in range(3)] == [3, 3, 3]
+    assert [adapter.first_expert_of(expert_map, EXPERTS) for _ in range(3)] == [3, 3, 3]
     assert len(reads) == 1
     expert_map.copy_(ROW.roll(2))
-    assert adapter._first_expert(expert_map, EXPERTS) == 5 and len(reads) == 2
+    assert adapter.first_expert_of(expert_map, EXPERTS) == 5 and len(reads) == 2
     with torch.inference_mode():
-        assert adapter._first_expert(ROW.clone(), EXPERTS) is None and len(reads) == 2
+        assert adapter.first_expert_of(ROW.clone(), EXPERTS) is None and len(reads) == 2
 
 
 # What vLLM asks
@@ -237,11 +282,12 @@ RELU2 = vllm.MoEActivation.RELU2_NO_MUL
         ({}, KEYS, STANDARD, None),
         ({"activation": vllm.MoEActivation.GELU}, KEYS, STANDARD, None),
         ({"activation": OAI}, KEYS, STANDARD, None),
-        ({"activation": vllm.MoEActivation.SWIGLUOAI}, KEYS, STANDARD, "activation"),
+        ({"activation": vllm.MoEActivation.SWIGLUOAI}, KEYS, STANDARD, None),
         ({"activation": vllm.MoEActivation.SWIGLUSTEP}, KEYS, STANDARD, "activation"),
         ({"is_act_and_mul": False, "activation": RELU2}, KEYS, STANDARD, None),
         ({"is_act_and_mul": False, "activation": RELU2}, (None, None), STANDARD, None),
-        ({"hidden_dim": 2880}, KEYS, STANDARD, "hidden"),
+        ({"hidden_dim": 2880}, (vllm.MXFP4, None), STANDARD, None),
+        ({"hidden_dim": 2888}, KEYS, STANDARD, "hidden"),
         ({"is_lora_enabled": True}, KEYS, STANDARD, "LoRA"),
         ({}, KEYS, BATCHED, "format"),
         ({}, (vllm.FP8_BLOCKS, None), STANDARD, "quantization"),
@@ -250,6 +296,10 @@ RELU2 = vllm.MoEActivation.RELU2_NO_MUL
         ({}, (vllm.FP8_CHANNEL, vllm.FP8_TOKEN), STANDARD, None),
         ({}, (vllm.FP8_TENSOR, vllm.FP8_DYNAMIC_TENSOR), STANDARD, None),
         ({}, (None, None), STANDARD, None),
+        ({}, (vllm.MXFP4, vllm.FP8_TOKENS), STANDARD, None),
+        ({}, (vllm.MXFP4, vllm.FP8_TOKEN), STANDARD, None),
+        ({}, (vllm.MXFP4, vllm.FP8_DYNAMIC_TENSOR), STANDARD, "quantization"),
+        ({}, (vllm.MXFP4, "1 x 32 groups"), STANDARD, "quantization"),
         (
             {"moe_parallel_config": vllm.ParallelConfig(use_fi_nvl_two_sided_kernels=True)},
             KEYS,
@@ -275,7 +325,10 @@ def test_only_hopper(adapter, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"w1_bias": torch.zeros(4, 256)}, "no w1_bias, got a tensor"),
+        (
+            {"weight_quant_dtype": "mxfp4", "quant_dtype": "mxfp8"},
+            "tokens in bfloat16 or FP8 for MXFP4, got mxfp8",
+        ),
         ({"w2_zp": torch.zeros(4)}, "no w2_zp, got a tensor"),
         ({"a2_scale": torch.ones(1)}, "no a2_scale, got a tensor"),
         ({"block_shape": [1, 32]}, r"block_shape [128, 128] or None, got [1, 32]"),
@@ -289,11 +342,9 @@ def test_quantisations_that_are_refused(experts, changes, words):
 
 def test_calls_that_are_refused(experts):
     given = tokens(3)
-    message = refused(lambda: run(experts(), given, activation=vllm.MoEActivation.SWIGLUOAI))
-    assert (
-        "an activation of silu, gelu, gelu_tanh, swigluoai_uninterleave, silu_no_mul, " in message
-        and "relu2_no_mul, got swigluoai;" in message
-    )
+    message = refused(lambda: run(experts(), given, activation=vllm.MoEActivation.SWIGLUSTEP))
+    assert "an activation of silu, gelu, gelu_tanh, swigluoai, " in message
+    assert ", got swiglustep;" in message
     assert "gemm1_clamp_limit" in refused(lambda: run(experts(), given, activation=OAI))
     lora = replace(MOE, is_lora_enabled=True)
     assert "no LoRA" in refused(lambda: run(experts(lora), given))

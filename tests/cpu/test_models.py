@@ -47,8 +47,9 @@ def test_presets():
         assert model.variant == Variant(
             model.activation, gate_up="interleaved" if is_oss else "gate_first", has_bias=is_oss
         )
-        assert model.format == ("bf16" if is_oss else "fp8_block")
-        assert ("dequantised to bf16" in model.note) == is_oss
+        assert model.format == ("mxfp4_bf16" if is_oss else "fp8_block")
+        assert ("--format bf16" in model.note) == is_oss
+        assert ("--format mxfp4_fp8" in model.note) == name.startswith("deepseek-v4")
     assert MODELS["deepseek-v4-pro"].activation.limit == 10
     with pytest.raises(AttributeError, match="MODELZ"):
         models.MODELZ  # noqa: B018
@@ -82,7 +83,7 @@ def test_problem_of_one_rank():
     assert model.problem(5) == MoeProblem(5, 7168, 2048, 256, 8)
     assert model.problem(5, ep=8) == MoeProblem(5, 7168, 2048, 32, 8)
     assert model.problem(5, format="bf16").format == "bf16"
-    assert model_shape("gpt-oss-20b").problem(5) == MoeProblem(5, 2880, 2880, 32, 4, "bf16")
+    assert model_shape("gpt-oss-20b").problem(5) == MoeProblem(5, 2880, 2880, 32, 4, "mxfp4_bf16")
     # The docstring's figure for true routing: 8 tokens, each hitting an expert with 8 / 256.
     true_hits = 32 * (1 - (1 - 8 / 256) ** 8)
     assert round(true_hits, 1) == 7.2
@@ -253,7 +254,33 @@ def test_from_config_of_gpt_oss(tmp_path):
     model, preset = from_config(write(tmp_path, config)), model_shape("gpt-oss-20b")
     assert shape_of(model) == shape_of(preset)
     assert (model.variant, model.format) == (preset.variant, preset.format)
-    assert "MXFP4" in model.note
+    del config["quantization_config"]
+    model = from_config(write(tmp_path, config))
+    assert (model.variant, model.format) == (preset.variant, "bf16")
+
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "format"),
+    [
+        ({}, "fp8_block"),
+        ({"quantization_config": None}, "fp8_block"),
+        ({"quantization_config": FP8}, "fp8_block"),
+        ({"quantization_config": FP8 | {"expert_dtype": "fp4"}}, "mxfp4_fp8"),
+        ({"quantization_config": FP8, "expert_dtype": "fp4"}, "mxfp4_fp8"),
+        ({"quantization_config": FP8, "expert_dtype": "fp8"}, "fp8_block"),
+        ({"expert_dtype": "fp4"}, "fp8_block"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4_bf16"),
+        ({"quantization_config": {"quant_method": "mxfp4", "dequantize": True}}, "fp8_block"),
+    ],
+    ids=str,
+)
+def test_format_of_a_config(changes, format, tmp_path):
+    assert from_config(write(tmp_path, GOOD | changes)).format == format
+    nested = {"text_config": GOOD} | changes
+    assert from_config(write(tmp_path, nested)).format == format
 
 
 @pytest.mark.parametrize(

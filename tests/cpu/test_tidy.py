@@ -28,7 +28,7 @@ JITMOE_ARROWS = {
     "tracing": {"plan", "jit", "tracing"},
     "peers": {"peers"},
     "bench": {"plan", "jit", "run", "fp8", "reference", "weights", "measure", "peers", "bench"},
-    "integrations": {"integrations", *jitmoe.__all__},
+    "integrations": {"integrations", "mxfp4", *jitmoe.__all__},
 }
 PACKAGES = {
     "settings.py": set(),
@@ -88,11 +88,14 @@ ORDER = {
     "tracing": ["events", "summary", "perfetto", "plot", "trace"],
     "integrations": [
         "torch_memory",
+        "torch_scales",
         "torch",
         "transformers_refusals",
         "transformers_gates",
         "transformers_weights",
         "transformers",
+        "transformers_mxfp4",
+        "expert_maps",
         "vllm",
         "sglang",
     ],
