@@ -261,7 +261,7 @@ class ExpertWeights:
     @cached_property
     def num_bytes(self) -> int:
         """Bytes of weights and scales."""
-        elements = prod(self.w13.shape) + prod(self.w2.shape)
+        elements = prod(self.w13.shape) + prod(self.w2.shape)  # of MXFP4 bytes, two weights each
         scales = sum(prod(s.shape) for s in (self.w13_scale, self.w2_scale) if s is not None)
         return elements * (2 if self.format == "bf16" else 1) + 4 * scales
 

@@ -123,7 +123,8 @@ TERMS = (
     r"i64\(tokens\[t\]\) \* p\.y_stride",
     r"number / kNumLists % 2",
     r"number % kNumLists",
-    r"u64\(token\) \* (?:kTopK \* kHidden|kNumTiles2)",
+    r"u64\(token\) \* (?:kTopK \* kHidden|kNumTiles2|\(kHidden \* kElementBytes\))",
+    r"channel \* kElementBytes",
     r"u64\(row\) \* kHidden",
     r"i64\(token\) \* p\.(?:x|y)_stride",
 )
@@ -205,7 +206,8 @@ def _case(bucket: str, sizes: tuple[int, ...], tokens, routing="unused", **chang
     format, gated = changes.pop("format", "fp8_block"), is_gated(activation)
     problem = MoeProblem(1, *sizes, format, gated)
     plan = plans_of_model(problem, GPUS["h200"], activation=activation)[bucket]
-    return Case(dataclasses.replace(plan, num_stages=3, **changes), tokens, routing, **options)
+    fields = {"num_stages": 3} | changes
+    return Case(dataclasses.replace(plan, **fields), tokens, routing, **options)
 
 
 # More than 384 pairs to sort locally, so that a warp takes several times 32; more than 32 experts,
@@ -236,13 +238,20 @@ CASES = (
     # Without a gate a tile has two groups of channels, the last but one.
     _case("decode", (256, 272, 8, 2), (5, 40, 12), "one_expert", activation="relu2_no_gate"),
     _case("prefill", (256, 272, 2, 2), (140, 30), "hot_expert", activation="relu2_no_gate"),
-    # MXFP4 beside tokens in e4m3 and bf16: tiles of all widths, whole and in parts, rows of weights
-    # and tokens that end inside a k-block.
-    _case("decode", (384, 96, 4, 2), (70, 5, 20), overlap=True, format="mxfp4_fp8"),
-    _case("decode", (352, 160, 3, 2), (5, 40, 12), overlap=True, format="mxfp4_bf16"),
+    # MXFP4 beside tokens in e4m3 and bf16: tiles of all widths, whole and in parts of fewer
+    # k-blocks than copies are under way, rows of weights and tokens that end inside a k-block,
+    # tokens put in order by each block and by all together.
+    _case(
+        *("decode", (384, 96, 4, 2), (70, 5, 20)),
+        **{"num_local_pairs": 64, "overlap": True, "format": "mxfp4_fp8"},
+    ),
+    _case(
+        *("decode", (352, 160, 3, 2), (5, 40, 12)),
+        **{"num_local_pairs": 64, "overlap": True, "format": "mxfp4_bf16"},
+    ),
     _case(
         *("decode", (512, 256, 4, 2), (5, 3), "one_expert"),
-        **{"num_blocks": 6, "small_parts": True, "format": "mxfp4_fp8"},
+        **{"num_blocks": 6, "small_parts": True, "num_stages": 5, "format": "mxfp4_fp8"},
     ),
     # A block that comes to its first task when others have taken it as an orphan.
     _case("decode", (128, 48, 8, 2), (2, 2, 3), num_blocks=4, overlap=True, schedules=2),

@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+from jitmoe.bench.points import SHAPES
 from jitmoe.jit.build import build_many
 from jitmoe.plan.formats import format_of
 from jitmoe.plan.gpu import gpu_spec
-from jitmoe.plan.heuristics import plans_of_model
+from jitmoe.plan.heuristics import choose, plans_of_model
 from jitmoe.plan.models import MODELS, ModelShape
+from jitmoe.plan.problem import MoeProblem
 
 # Ranks that usually share a model's experts.
 USUAL_EP = {
@@ -45,6 +47,25 @@ BF16_SHAPES = [
     ModelShape("ragged rows", 1008, 1840, 40, 19, "test"),
     ModelShape("smallest", 16, 16, 1, 1, "test"),
 ]
+# Weights in MXFP4: the shapes of the bench and gpt-oss's, whose rows are padded for e4m3 tokens.
+MX_SHAPES = {
+    **{
+        (name, format): shape
+        for name, shape in SHAPES.items()
+        for format in ("mxfp4_fp8", "mxfp4_bf16")
+    },
+    ("gpt-oss", "mxfp4_bf16"): MoeProblem(1, 2880, 2880, 32, 4, "bf16"),
+    ("gpt-oss, padded", "mxfp4_fp8"): MoeProblem(1, 2944, 2880, 32, 4, "bf16"),
+    ("smallest", "mxfp4_bf16"): MoeProblem(1, 32, 32, 1, 1, "bf16"),
+    ("smallest", "mxfp4_fp8"): MoeProblem(1, 128, 32, 1, 1, "bf16"),
+}
+# And as gpt-oss has them; stamps take registers.
+MX_FIELDS = {
+    "": {},
+    ", biases, by turns": {"has_bias": True, "interleaved": True, "activation": "swiglu_clamped"},
+    ", traced": {},
+    ", biases, traced": {"has_bias": True},
+}
 # Experts without a gate: every activation, format, and biases.
 NO_GATE = [
     ("relu2_no_gate", "fp8_block", False),
@@ -79,6 +100,11 @@ def shipped_plans():
         for has_bias in {False, shape in ODD_SHAPES}:
             for plan in plans_of_model(problem, gpu, has_bias=has_bias, **kind).values():
                 plans[plan] = f"fp8_channel {shape.name} {plan.bucket}{', biases' * has_bias}"
+    for (name, format), shape in MX_SHAPES.items():
+        for said, fields in MX_FIELDS.items():
+            traced = {"trace": "traced" in said}
+            plan = choose(replace(shape, num_tokens=1, format=format), gpu, **fields)
+            plans[replace(plan, **traced)] = f"{format} {name}{said}"
     for shape in (*ODD_SHAPES[::3], *BF16_SHAPES[::2]):
         for kind, format, has_bias in NO_GATE:
             alone = replace(shape, activation=kind, has_bias=has_bias)

@@ -146,7 +146,7 @@ def too_large(code):
         ({"w13": LAYER.w13[..., :96].copy()}, ["hidden must be a multiple of 128", "got 192; pad"]),
         ({"w2": LAYER.w2[:, :128]}, ["w2 must have shape [4, 256, 48], got [4, 128, 48]"]),
         (
-            {"w2": np.zeros((4, 256, 96), np.uint8)},
+            {"w2": np.zeros((4, 256, 64), np.uint8)},
             ["w2 must have shape [4, 256, 48], got [4, 256"],
         ),
         ({"w2": np.zeros((4, 256, 52), np.uint8)[..., :48]}, ["w2 must start at multiples of 16"]),

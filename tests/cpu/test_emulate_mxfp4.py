@@ -136,14 +136,20 @@ def test_tokens_in_e4m3(num_tokens, scales):
 
 
 @BOTH
-@pytest.mark.parametrize("num_local_pairs", [2, 4096])
-def test_sorts(format, num_local_pairs):
-    """By the whole grid and by each block, in one stream."""
-    emulated = make(format, "ragged", 60, num_local_pairs=num_local_pairs)
-    calls = [call_of(emulated.plan, n, seed=n) for n in (60, 3, 1, 60)]
-    for seed in (1, 2):
-        for call, y in zip(calls, emulated.run_in_stream(calls, seed=seed), strict=True):
-            assert_close(y, call, emulated.layer, format)
+@pytest.mark.parametrize("checked", [False, True])
+@pytest.mark.parametrize("num_local_pairs", [10, 4096])
+def test_sorts(format, num_local_pairs, checked):
+    """By each block, which puts the channels of a token in order on their way into its ring, and by
+    the whole grid, which does so before; in one stream.
+    """
+    emulated = make(format, "ragged", 40, checked, num_local_pairs=num_local_pairs)
+    kinds = [None, "group", "token"] if format == "mxfp4_fp8" else [None]
+    calls = [
+        call_of(emulated.plan, n, seed=n, scales=kinds[i % len(kinds)])
+        for i, n in enumerate((40, 3, 20, 1, 40))
+    ]
+    for call, y in zip(calls, emulated.run_in_stream(calls, seed=1), strict=True):
+        assert_close(y, call, emulated.layer, format)
 
 
 @BOTH
@@ -373,5 +379,7 @@ def test_traces(format):
     x, *routing = reference.random_tokens(20, HIDDEN[format], EXPERTS, TOP_K, 2)
     call = fp8.encode_bf16(x), *routing
     out = np.empty_like(call[0])
-    assert trace(*call, weights, out=out, backend="emulated").summary()
+    traced = trace(*call, weights, out=out, backend="emulated")
+    assert traced.summary()
+    assert len(traced.select("mma")) == len(traced.select("epilogue")) > 0
     assert np.array_equal(out, mega_moe(*call, weights, backend="emulated"))

@@ -8,6 +8,7 @@ import pytest
 
 from jitmoe import ExpertWeights, Workspace, mega_moe, reference
 from jitmoe.fp8 import encode_bf16, quantize_tokens
+from jitmoe.plan.formats import format_of
 
 # ||y - ref|| / ||ref||: rounding where the kernel rounds too, and the noise of the format. The
 # tensor cores keep about 14 bits of a 128-deep sum, so activations between the GEMMs differ by 1e-4
@@ -41,8 +42,8 @@ class Layer(NamedTuple):
 class Call(NamedTuple):
     layer: Layer
     tokens: reference.Tokens
-    codes: object  # x quantised, as mega_moe does inside; with bf16 weights, its bits
-    scale: object  # None with bf16 weights
+    codes: object  # x quantised, as mega_moe does inside; if it is multiplied in bf16, its bits
+    scale: object  # None then
 
     @property
     def fp8(self):
@@ -80,6 +81,7 @@ class Call(NamedTuple):
             self.tokens.topk_weights,
             *self.layer.codes,
             requantize=requantize,
+            format=self.layer.weights.format,
             xp=cupy,
             **variant,
         )
@@ -110,7 +112,9 @@ def make_layer():
         if key not in made:
             options = {"seed": seed, "xp": cupy, "outliers": outliers}
             codes = reference.random_layer(*sizes, **options, format=format, gated=gated)
-            weights = ExpertWeights(codes.w13, codes.w2, codes.w13_scale, codes.w2_scale)
+            said = format if format_of(format).is_mx else None
+            scales = codes.w13_scale, codes.w2_scale
+            weights = ExpertWeights(codes.w13, codes.w2, *scales, format=said)
             made[key] = Layer(codes, weights, *sizes)
         return made[key]
 
@@ -134,7 +138,7 @@ def make_call(make_layer):
             xp=cupy,
             outliers=outliers,
         )
-        if layer.weights.format == "bf16":
+        if not format_of(layer.weights.format).quantizes:
             return Call(layer, tokens, encode_bf16(tokens.x, cupy), None)
         return Call(layer, tokens, *quantize_tokens(tokens.x, cupy))
 

@@ -19,11 +19,13 @@ import numpy as np
 from jitmoe import ExpertWeights, Workspace, mega_moe, reference
 from jitmoe.fp8 import encode_bf16, quantize_tokens
 from jitmoe.plan import heuristics
+from jitmoe.plan.formats import format_of
 from jitmoe.plan.problem import MAX_TOKENS, MoeProblem
 from jitmoe.run.driver import device_spec
 
-# experts, hidden, intermediate, top_k, tokens, bucket, pairs a CTA sorts alone, x is bf16. In the
-# last, each expert has 141 rows, 13 beyond a full tile.
+# experts, hidden, intermediate, top_k, tokens, bucket, pairs a CTA sorts alone, x is bf16, and the
+# format unless it is fp8_block. In the last of these each expert has 141 rows, 13 beyond a full
+# tile.
 CASES = [
     (4, 256, 128, 2, 5, "decode", 2048, True),
     (6, 384, 208, 3, 90, "decode", 512, False),
@@ -31,20 +33,33 @@ CASES = [
     (4, 256, 128, 2, 150, "prefill", 0, False),
     (6, 384, 208, 3, 200, "prefill", 0, True),
     (2, 384, 208, 2, 204, "prefill", 0, False),
+    (4, 384, 96, 2, 70, "decode", 2048, False, "mxfp4_fp8"),
+    (4, 352, 96, 2, 70, "decode", 64, True, "mxfp4_bf16"),
 ]
 TURNS_THE_RING = (1, 4096, 128, 1, 8, "decode", 2048, False)  # and tiles in parts
 
 
-def run(experts, hidden, intermediate, top_k, num_tokens, bucket, local_pairs, is_bf16) -> float:
+def run(
+    experts,
+    hidden,
+    intermediate,
+    top_k,
+    num_tokens,
+    bucket,
+    local_pairs,
+    is_bf16,
+    format="fp8_block",
+) -> float:
     """Relative error of two launches in a row."""
     sized = MoeProblem(
-        1 if bucket == "decode" else MAX_TOKENS, hidden, intermediate, experts, top_k
+        1 if bucket == "decode" else MAX_TOKENS, hidden, intermediate, experts, top_k, format
     )
     plan = heuristics.choose(sized, device_spec(cupy.cuda.Device().id))
     plan = dataclasses.replace(plan, num_local_pairs=local_pairs)
-    layer = reference.random_layer(experts, hidden, intermediate, seed=1)
+    layer = reference.random_layer(experts, hidden, intermediate, seed=1, format=format)
     device = [cupy.asarray(part) for part in layer]
-    weights = ExpertWeights(device[0], device[2], device[1], device[3])
+    said = format if format_of(format).is_mx else None
+    weights = ExpertWeights(device[0], device[2], device[1], device[3], format=said)
     tokens = reference.random_tokens(num_tokens, hidden, experts, top_k, 2, "unused")
     codes, scale = quantize_tokens(tokens.x, np)
     x = encode_bf16(tokens.x, np) if is_bf16 else (codes, scale)
@@ -56,7 +71,10 @@ def run(experts, hidden, intermediate, top_k, num_tokens, bucket, local_pairs, i
         mega_moe(x, ids, router, weights, out=out, workspace=workspace, plan=plan)
         cupy.cuda.Device().synchronize()  # launches that overlap are no matter of these tools
     workspace.check()
-    ref = reference.mega_moe(codes, scale, *tokens[1:], *layer, requantize=True)
+    if not format_of(format).quantizes:
+        codes, scale = tokens.x, None
+    inputs = codes, scale, *tokens[1:], *layer
+    ref = reference.mega_moe(*inputs, requantize=True, format=format)
     return reference.relative_error(out.get(), ref)
 
 

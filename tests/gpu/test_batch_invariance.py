@@ -5,6 +5,7 @@ from cancelling import HIDDEN, cancel, repeat
 
 from jitmoe import ExpertWeights, reference
 from jitmoe.fp8 import quantize_tokens
+from jitmoe.plan.formats import format_of
 
 EXPERTS, INTERMEDIATE, TOP_K = 64, 256, 2
 BATCHES = (5, 60, 300, 3000, 5000)  # decode in parts and whole, sorted together; prefill
@@ -18,11 +19,11 @@ def rows_of(call, num_tokens):
     )
 
 
-@pytest.mark.parametrize("format", ["fp8_block", "bf16"])
+@pytest.mark.parametrize("format", ["fp8_block", "bf16", "mxfp4_fp8", "mxfp4_bf16"])
 @pytest.mark.parametrize("x_is_fp8", [True, False])
 def test_random_layer(make_layer, make_call, workspace, format, x_is_fp8):
-    if format == "bf16" and x_is_fp8:
-        pytest.skip("experts in bf16 take tokens in bf16")
+    if x_is_fp8 and not format_of(format).quantizes:
+        pytest.skip(f"{format} takes tokens in bf16")
     whole = make_call(make_layer(EXPERTS, HIDDEN, INTERMEDIATE, format=format), 5000, TOP_K)
     alone = None
     for num_tokens in (1, *BATCHES):
@@ -33,14 +34,18 @@ def test_random_layer(make_layer, make_call, workspace, format, x_is_fp8):
         assert (y[:1] == alone).all(), num_tokens
 
 
-def test_sums_that_cancel(make_layer, make_call, workspace):
+@pytest.mark.parametrize("format", ["fp8_block", "mxfp4_fp8"])
+def test_sums_that_cancel(make_layer, make_call, workspace, format):
     """Every rounding shows; by default the first batch differs, for its tiles are in parts."""
     import cupy
 
-    layer = make_layer(EXPERTS, HIDDEN, INTERMEDIATE)
+    layer = make_layer(EXPERTS, HIDDEN, INTERMEDIATE, format=format)
+    is_mx = format_of(format).is_mx
     codes = reference.Layer(*(part.copy() for part in layer.codes))
-    cancel(codes.w13, codes.w13_scale)
-    weights = ExpertWeights(codes.w13, codes.w2, codes.w13_scale, codes.w2_scale)
+    cancel(codes.w13, codes.w13_scale, signs=0x88 if is_mx else 0x80)
+    said = format if is_mx else None
+    scales = codes.w13_scale, codes.w2_scale
+    weights = ExpertWeights(codes.w13, codes.w2, *scales, format=said)
     layer = layer._replace(codes=codes, weights=weights)
     whole = make_call(layer, 5000, TOP_K)
     x_codes, scale = quantize_tokens(whole.tokens.x, cupy)

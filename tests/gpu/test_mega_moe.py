@@ -98,12 +98,102 @@ def test_bf16_variants(make_layer, make_call, workspace, variant, num_tokens):
     call.check(call.run(call.bf16, workspace, **variant), BF16_BOUND, **variant)
 
 
+# Of MXFP4: the same ends, rows that end inside a k-block of 128, few tiles of many k-blocks.
+MX_BOUNDS = {"mxfp4_fp8": 4e-2, "mxfp4_bf16": BF16_BOUND}
+MX_SHAPES = {
+    "even": (16, 512, 256, 4),
+    "ragged_224": (12, 384, 224, 3),
+    "tiny_32": (4, 128, 32, 2),
+    "many_experts": (300, 256, 128, 8),
+    "one_expert": (1, 640, 352, 1),
+    "parts_1": (2, 4224, 288, 2),
+    "parts_2": (2, 384, 4128, 2),
+    "top_32": (64, 256, 128, 32),
+}
+MX_CASES = [(format, *shape) for format in MX_BOUNDS for shape in MX_SHAPES.values()] + [
+    ("mxfp4_bf16", 8, 352, 96, 2),
+    ("mxfp4_bf16", 4, 32, 32, 2),
+    ("mxfp4_bf16", 32, 2880, 2880, 4),  # gpt-oss
+    ("mxfp4_fp8", 32, 2944, 2880, 4),
+]
+
+
+def mx_inputs(call):
+    """x as the format takes it."""
+    return [call.bf16] + [call.fp8] * (call.scale is not None)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 60, 333, 2100])
+@pytest.mark.parametrize("case", MX_CASES, ids=str)
+def test_mxfp4_shapes(make_layer, make_call, workspace, case, num_tokens):
+    format, *sizes, top_k = case
+    call = make_call(make_layer(*sizes, format=format), num_tokens, top_k)
+    for x in mx_inputs(call):
+        y = call.run(x, workspace)
+        call.check(y, MX_BOUNDS[format])
+        assert (y == call.run(x, workspace)).all(), "the same bits"
+
+
+@pytest.mark.parametrize("num_tokens", [5, 64, 700, 3000])
+@pytest.mark.parametrize("routing", reference.ROUTINGS)
+@pytest.mark.parametrize("format", MX_BOUNDS)
+def test_mxfp4_routings(make_layer, make_call, workspace, format, routing, num_tokens):
+    call = make_call(make_layer(24, 640, 288, format=format), num_tokens, 4, routing)
+    for x in mx_inputs(call):
+        call.check(call.run(x, workspace), MX_BOUNDS[format])
+
+
+@pytest.mark.parametrize("num_tokens", [16, 2000])
+@pytest.mark.parametrize("scales", ["token", "tensor"])
+def test_mxfp4_token_scales(make_layer, make_call, workspace, scales, num_tokens):
+    import cupy
+
+    from jitmoe.fp8 import quantize_tokens
+
+    call = make_call(make_layer(12, 512, 320, format="mxfp4_fp8"), num_tokens, 3)
+    codes, scale = quantize_tokens(call.tokens.x, cupy, scales)
+    call = call._replace(codes=codes, scale=scale)
+    call.check(call.run(call.fp8, workspace), MX_BOUNDS["mxfp4_fp8"])
+
+
+@pytest.mark.parametrize("num_tokens", [2, 16, 300, 2000])
+@pytest.mark.parametrize("gate_up", ["gate_first", "up_first", "interleaved"])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("format", MX_BOUNDS)
+def test_mxfp4_variants(make_layer, make_call, workspace, format, has_bias, gate_up, num_tokens):
+    """With scales of w13 that lie in another order."""
+    import cupy
+
+    sizes = (12, 512, 224)
+    layer = make_layer(*sizes, format=format)
+    codes, biases = layer.codes, random_biases(*sizes, seed=3, xp=cupy)
+    named = {"w13_bias": biases.w13, "w2_bias": biases.w2} if has_bias else {}
+    weights = ExpertWeights(
+        codes.w13,
+        codes.w2,
+        cupy.asfortranarray(codes.w13_scale),
+        codes.w2_scale,
+        **named,
+        gate_up=gate_up,
+        format=format,
+    )
+    call = make_call(layer._replace(weights=weights), num_tokens, 3, "unused")
+    for variant in (
+        {"activation": "swiglu_oai", "routed_scaling_factor": 2.5},
+        {"apply_router_weight_on_input": True},
+    ):
+        for x in mx_inputs(call):
+            y = call.run(x, workspace, **variant)
+            call.check(y, MX_BOUNDS[format], **variant, **named, gate_up=gate_up)
+
+
 @pytest.mark.parametrize("num_tokens", [4, 64])
-def test_bf16_launches_in_a_row(make_layer, make_call, workspace, num_tokens):
+@pytest.mark.parametrize("format", ["bf16", *MX_BOUNDS])
+def test_launches_in_a_row(make_layer, make_call, workspace, format, num_tokens):
     """Each may begin while the one before ends, and reads what that wrote."""
     import cupy
 
-    call = make_call(make_layer(32, 1024, 512, format="bf16"), num_tokens, 4)
+    call = make_call(make_layer(32, 1024, 512, format=format), num_tokens, 4)
     ids, router = call.tokens.topk_ids, call.tokens.topk_weights
 
     def chain(after_each):

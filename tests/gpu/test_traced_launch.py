@@ -13,20 +13,31 @@ from jitmoe.run.driver import device_spec
 from jitmoe.tracing.events import is_wait, task_fields
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 2048, 768, 16, 4
-NUM_TOKENS = {"decode": 48, "prefill": 2048}
+CASES = [  # bucket, tokens, format
+    ("decode", 48, "fp8_block"),
+    ("prefill", 2048, "fp8_block"),
+    ("decode", 48, "mxfp4_fp8"),
+    ("decode", 48, "mxfp4_bf16"),
+]
 
 
-@pytest.fixture(params=NUM_TOKENS)
+@pytest.fixture(params=CASES, ids=str)
 def call(request, make_layer, make_call):
-    made = make_call(make_layer(EXPERTS, HIDDEN, INTERMEDIATE), NUM_TOKENS[request.param], TOP_K)
-    plan = choose(made.layer.weights.problem(NUM_TOKENS[request.param], TOP_K), device_spec(0))
-    assert plan.bucket == request.param
+    bucket, num_tokens, format = request.param
+    layer = make_layer(EXPERTS, HIDDEN, INTERMEDIATE, format=format)
+    made = make_call(layer, num_tokens, TOP_K)
+    plan = choose(made.layer.weights.problem(num_tokens, TOP_K), device_spec(0))
+    assert plan.bucket == bucket
     return made, plan
+
+
+def x_of(call):
+    return call.bf16 if call.scale is None else call.fp8
 
 
 def traced(call, out):
     tokens = call.tokens
-    arguments = call.fp8, tokens.topk_ids, tokens.topk_weights, call.layer.weights
+    arguments = x_of(call), tokens.topk_ids, tokens.topk_weights, call.layer.weights
     return jitmoe.trace(*arguments, out=out)
 
 
@@ -36,7 +47,7 @@ def test_same_result_every_tile_sane_times(call, workspace, tmp_path):
     call, plan = call
     y = cupy.full(call.tokens.x.shape, 0xFFFF, cupy.uint16)
     trace = traced(call, y)
-    assert bool((y == call.run(call.fp8, workspace)).all())
+    assert bool((y == call.run(x_of(call), workspace)).all())
 
     assert trace.unit == "ns" and trace.num_lost == 0
     assert 2_000 < trace.duration < 50_000_000, "a launch takes microseconds to milliseconds"
