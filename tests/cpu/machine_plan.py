@@ -54,8 +54,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
 
 @dataclass(frozen=True)
 class MachinePlan(Plan):
-    """One warpgroup, two tiles of 64 rows of 128 bytes, a few words and barriers. What it multiplies
-    from registers is e4m3 if it quantises, else bf16.
+    """One warpgroup, two tiles of 64 rows of 128 bytes, a few words and barriers. What is
+    multiplied from registers is e4m3 if it quantises, else bf16.
     """
 
     trace: bool = False
