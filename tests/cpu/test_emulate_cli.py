@@ -217,7 +217,7 @@ def test_a_kernel_that_computes_something_else(damage):
 
 
 def test_a_kernel_that_stalls(damage):
-    damage("roles/gather.cuh", "arrive_after_copies(&smem.full[stage]);", "")
+    damage("roles/gather.cuh", "arrive_after_copies(&smem.full[ring.stage]);", "")
     text = invoke(*SMALL, "--blocks", 2, "--seeds", 9, code=1).stdout
     assert "seed 0: FAIL, stopped after" in text and "seed 1" not in text
     assert "waits for" in text
@@ -242,8 +242,8 @@ def test_infinite_errors_are_json(monkeypatch):
 
 def test_a_kernel_with_a_data_race(damage):
     """Rows announced before the copies of them have landed. Only the checked build looks."""
-    early = "arrive(&smem.full[stage]);"
-    damage("roles/gather.cuh", "arrive_after_copies(&smem.full[stage]);", early)
+    early = "arrive(&smem.full[ring.stage]);"
+    damage("roles/gather.cuh", "arrive_after_copies(&smem.full[ring.stage]);", early)
     text = invoke(*SMALL, "--tokens", 9, "--blocks", 1, "--checked", code=1).stdout
     assert "1 block, uniform routing, checked" in text and "seed 0: FAIL, stopped" in text
     assert "data race on token_tiles" in text and "--checked" in replay_of(text)

@@ -35,6 +35,9 @@ CASES = [
     (2, 384, 208, 2, 204, "prefill", 0, False),
     (4, 384, 96, 2, 70, "decode", 2048, False, "mxfp4_fp8"),
     (4, 352, 96, 2, 70, "decode", 64, True, "mxfp4_bf16"),
+    (4, 176, 80, 2, 70, "decode", 2048, True, "bf16"),
+    (2, 176, 80, 2, 204, "prefill", 0, True, "bf16"),
+    (2, 384, 208, 2, 204, "prefill", 0, False, "fp8_channel"),
 ]
 TURNS_THE_RING = (1, 4096, 128, 1, 8, "decode", 2048, False)  # and tiles in parts
 
@@ -57,7 +60,7 @@ def run(
     plan = heuristics.choose(sized, device_spec(cupy.cuda.Device().id))
     plan = dataclasses.replace(plan, num_local_pairs=local_pairs)
     layer = reference.random_layer(experts, hidden, intermediate, seed=1, format=format)
-    device = [cupy.asarray(part) for part in layer]
+    device = [None if part is None else cupy.asarray(part) for part in layer]
     said = format if format_of(format).is_mx else None
     weights = ExpertWeights(device[0], device[2], device[1], device[3], format=said)
     tokens = reference.random_tokens(num_tokens, hidden, experts, top_k, 2, "unused")

@@ -3,7 +3,8 @@
 import pytest
 
 from jitmoe import Activation, ExpertWeights, mega_moe, reference
-from jitmoe.plan.formats import FORMATS
+from jitmoe.plan.formats import FORMATS, format_of
+from jitmoe.plan.memory_map import align
 from jitmoe.reference_biases import random_biases
 
 EXACT_BOUND = 2.6e-2  # the noise of the format, at sizes that average it out
@@ -248,17 +249,20 @@ def test_up_first(make_layer, make_call, workspace, activation, num_tokens):
 NO_GATE = ("relu2_no_gate", "silu_no_gate", "gelu_tanh_no_gate", "gelu_erf_no_gate")
 
 
-@pytest.mark.parametrize("num_tokens", [1, 16, 300, 2000])
+@pytest.mark.parametrize("num_tokens", [1, 300, 2000])
 @pytest.mark.parametrize("sizes", [(12, 512, 272), (3, 640, 208), (2, 4096, 400)], ids=str)
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("kind", NO_GATE)
 def test_no_gate(make_layer, make_call, workspace, kind, format, sizes, num_tokens):
     """Tiles that lack a group of channels, and such that are joined before the activation."""
+    experts, hidden, intermediate = sizes
+    form = format_of(format)
+    sizes = experts, hidden, align(intermediate, form.intermediate_step)
     layer = make_layer(*sizes, format=format, gated=False)
     call = make_call(layer, num_tokens, 2)
-    x = call.bf16 if format == "bf16" else call.fp8
+    x = call.fp8 if form.quantizes else call.bf16
     y = call.run(x, workspace, activation=kind)
-    call.check(y, BF16_BOUND if format == "bf16" else 4e-2, activation=kind)
+    call.check(y, 4e-2 if form.quantizes else BF16_BOUND, activation=kind)
     assert (y == call.run(x, workspace, activation=kind)).all(), "the same bits"
 
 
