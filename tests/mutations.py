@@ -242,15 +242,15 @@ CASES = (
     # k-blocks than copies are under way, rows of weights and tokens that end inside a k-block,
     # tokens put in order by each block and by all together.
     _case(
-        *("decode", (384, 96, 4, 2), (70, 5, 20)),
+        *("decode", (384, 96, 4, 2), (70, 5, 20), "hot_expert"),
         **{"num_local_pairs": 64, "overlap": True, "format": "mxfp4_fp8"},
     ),
     _case(
-        *("decode", (352, 160, 3, 2), (5, 40, 12)),
+        *("decode", (352, 160, 3, 2), (5, 40, 12), "hot_expert"),
         **{"num_local_pairs": 64, "overlap": True, "format": "mxfp4_bf16"},
     ),
     _case(
-        *("decode", (512, 256, 4, 2), (5, 3), "one_expert"),
+        *("decode", (512, 256, 4, 2), (20, 3), "one_expert"),
         **{"num_blocks": 6, "small_parts": True, "num_stages": 5, "format": "mxfp4_fp8"},
     ),
     # A block that comes to its first task when others have taken it as an orphan.

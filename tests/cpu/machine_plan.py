@@ -28,6 +28,7 @@ ROOM = """\
 {{ paste("device/tma.cuh") }}
 {{ paste("device/barriers.cuh") }}
 {{ paste("device/wgmma.cuh.jinja") }}
+{{ paste("device/wgmma_registers.cuh.jinja") }}
 {{ paste("device/cluster.cuh") }}
 {{ paste("device/launches.cuh") }}
 DEVICE void wait(u64* barrier, u32 parity) {
@@ -53,9 +54,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
 
 @dataclass(frozen=True)
 class MachinePlan(Plan):
-    """One warpgroup, two tiles of 64 rows of 128 bytes, a few words and barriers."""
+    """One warpgroup, two tiles of 64 rows of 128 bytes, a few words and barriers. What is
+    multiplied from registers is e4m3 if it quantises, else bf16.
+    """
 
     trace: bool = False
+    quantizes: bool = True
 
     name = "machine"
 
@@ -77,6 +81,7 @@ class MachinePlan(Plan):
     def params(self):
         return (
             Param("map", "TensorMap", "of data, boxes of 64 rows"),
+            Param("narrow_map", "TensorMap", "the same, of 64 bytes a row"),
             Param("data", "u8*", "[128, 256]"),
             Param("words", "u32*", "[256]"),
             Param("peers", "u32* const*", "words of every rank"),
@@ -90,13 +95,20 @@ class MachinePlan(Plan):
 PLAN = MachinePlan("sm_90a")
 
 
-def render_kernel(directory: Path, body: str, layer: str = "emulated") -> str:
+def render_kernel(
+    directory: Path, body: str, layer: str = "emulated", plan: MachinePlan = PLAN
+) -> str:
     """The text of a kernel whose threads all run `body`."""
     templates = directory / "templates"
     if not templates.exists():
         shutil.copytree(render.templates_dir(), templates)
     (templates / "machine.cu.jinja").write_text(ROOM.replace("BODY", body))
-    return render.render(PLAN, layer, templates)
+    return render.render(plan, layer, templates)
+
+
+def random_data(rank: int) -> np.ndarray:
+    """Of a rank before a launch."""
+    return np.random.default_rng(rank).integers(0, 120, (128, 256)).astype(np.uint8)
 
 
 def run(
@@ -110,16 +122,17 @@ def run(
     checked: bool = True,
     in_stream: bool = False,
     late: Mapping[int, Mapping[str, np.ndarray]] = MappingProxyType({}),
+    plan: MachinePlan = PLAN,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """(data, words) of every rank after a launch. Raises EmulationError.
 
     In a stream the launches share `words`, and `late` has late contents by launch; late data are an
     input.
     """
-    executable = build(render_kernel(directory, body), PLAN.name, checked)
+    executable = build(render_kernel(directory, body, plan=plan), plan.name, checked)
     ranks, results = [], []
     for rank in range(num_ranks):
-        data = np.random.default_rng(rank).integers(0, 120, (128, 256)).astype(np.uint8)
+        data = random_data(rank)
         words = np.zeros(256, np.uint32)
         words_array = Array(words, writable=True)
         if in_stream and rank > 0:
@@ -134,9 +147,12 @@ def run(
             "header": Array(np.zeros(64, np.uint32), writable=True),
             "status": Array(np.zeros(16, np.uint32), writable=True),
         }
-        maps = {"map": TensorMap("data", (256, 128), (256,), (128, 64))}
+        maps = {
+            name: TensorMap("data", (256, 128), (256,), (width, 64))
+            for name, width in (("map", 128), ("narrow_map", 64))
+        }
         scalars = {"rank": rank, "timeout_us": 1_000_000}
         ranks.append(Rank(arrays, scalars, maps, num_blocks, late_contents))
     options = {"cluster_size": cluster_size, "in_stream": in_stream}
-    launch(executable, PLAN, ranks, seed=seed, timeout_s=60, **options)
+    launch(executable, plan, ranks, seed=seed, timeout_s=60, **options)
     return results

@@ -15,6 +15,8 @@ Machine machine;
 Place here;
 
 constexpr u64 kStackBytes = 128 << 10, kGuardBytes = 4096;
+// A guard makes two mappings, of which Linux allows 65,530; the heap cannot grow when they are used up.
+constexpr u32 kMaxGuards = 24 << 10;
 constexpr u64 kClockStepNs = 4;
 
 #if defined(__x86_64__)
@@ -306,7 +308,7 @@ void start(void (*the_kernel)(const void*)) {
     bool is_starved = false;
     for (u32 i = 0; i < num_fibers; ++i) {
         u8* stack = static_cast<u8*>(stacks) + i * (kStackBytes + kGuardBytes);
-        mprotect(stack, kGuardBytes, PROT_NONE);
+        if (i < kMaxGuards) mprotect(stack, kGuardBytes, PROT_NONE);
         Fiber& fiber = machine.fibers[i];
         fiber.thread = i % machine.num_threads;
         fiber.block = i / machine.num_threads;
