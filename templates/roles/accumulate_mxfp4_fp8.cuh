@@ -80,8 +80,9 @@ DEVICE void accumulate(const Params& p, Smem& smem, Ring<kNumStages>& ring, cons
     constexpr u32 kSums = sizeof(sums.own[0]) / sizeof(float);
     constexpr u32 kPieces = Steps<kSums>::kPieces, kPiece = Steps<kSums>::kPiece, kNum = Steps<kSums>::kNum;
     constexpr u32 kSteps = AllSums::kBlocks * kChunks / kNum * kPieces;
-    // Steps in flight while one is promoted, and codes loaded ahead. Beside stamps there are registers for less.
-    constexpr u32 kAhead = kTrace && kSums > 16 ? 0 : 1;
+    // Steps in flight while one is promoted, and codes loaded ahead. Beside stamps, or an epilogue without a gate,
+    // there are registers for less.
+    constexpr u32 kAhead = (kTrace || !kGated) && kSums > 16 ? 0 : 1;
     constexpr bool kLoadsAhead = kSums <= 8 && !kTrace;
     const PackedRows packed = find_packed_rows(smem, at.first_row);
 #pragma unroll 1
