@@ -216,7 +216,7 @@ def main() -> int:
         return 0 if measure_here(names[0], options.out) else 1
     failed = []
     for name in names:
-        command = [sys.executable, __file__, "--model", name]
+        command = [sys.executable, sys.argv[0], "--model", name]
         command += [] if options.out is None else ["--out", str(options.out)]
         if subprocess.run(command).returncode:
             failed.append(name)

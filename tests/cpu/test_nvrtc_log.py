@@ -107,6 +107,19 @@ def test_spills_fail():
         assert part in str(error), part
 
 
+def test_spills_fail_again():
+    """A log that is missing when the same text is compiled anew would let the kernel pass."""
+    for _ in range(2):
+        cubin = nvrtc.compile(SPILL, "sm_90a", "spill.cu")
+        with pytest.raises(CompileError, match="registers spill"):
+            cubin.resources.check(PLAN, cubin.log)
+
+
+def test_a_log_that_does_not_tell_fails():
+    with pytest.raises(CompileError, match="no count of registers"):
+        parse_log("ptxas info    : 0 bytes gmem\n").check(PLAN)
+
+
 @pytest.mark.parametrize("code", BAD)
 def test_performance_remarks_fail(code):
     text, sentence = BAD[code]
