@@ -2,7 +2,7 @@
 // the whole tile in its sums.
 
 // The exponent and mantissa bits of e2m1 at bit 6 are a bf16 number 2^-126 as large, subnormals too. Packed scales are
-// 2^66 as large, so that they and the weights stay normal, and the sums make up for the rest.
+// 2^66 as large, so that the weights stay normal for scales from 2^-65 on, and the sums make up for the rest.
 constexpr float kWeightUnit = 1152921504606846976.0f;  // 2^60
 
 // Codes kFirst and kFirst + 4 of a word, times `scale`.
