@@ -112,9 +112,9 @@ def _options() -> dict:
         "ptxas_options": "-v",
         "diag_suppress": 177,  # unused constants: a plan prints all it has
         "lineinfo": bool(settings.get("JITMOE_LINEINFO")),
-        # Kernels have a cache of ours, and what NVRTC's own may give again might have no log. That is
-        # supposed, not shown: where a kernel spills, a first call failed on an H200 and later ones,
-        # with the same plan, did not (NVRTC 13.0, 2026-11-30).
+        # Kernels have a cache of ours, and what NVRTC's own may give again might have no log. That
+        # is supposed, not shown: of a plan that spills, a first call failed on an H200 and later
+        # ones did not (NVRTC 13.0, 2026-11-30).
         "no_cache": True,
     }
 
