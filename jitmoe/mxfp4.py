@@ -19,15 +19,15 @@ _VALUES = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
 # Between neighbours; a number that is exactly there goes to the even code.
 _MIDDLES = (_MAGNITUDES[1:] + _MAGNITUDES[:-1]) / 2
 _MAX_EXPONENT = 2  # of 6.0
-# Words of the scales of a k-block's four groups, in the order of math's threads: see pack_scales.
-_TILE_ROWS, _K_GROUPS = 256, 4
-# What packed codes are larger by: kernels expand weights to numbers that are 2^-6 and 2^-126 as
-# large (templates/roles/accumulate_mxfp4_*.cuh).
-_SCALE_OFFSETS = {"mxfp4_fp8": 6, "mxfp4_bf16": 66}
-# Largest codes: a k-block's sums of codes of tokens and weights, up to 128 * 448 * 6, times a scale
-# are floats; packed codes are no NaN.
-_LARGEST_SCALES = {"mxfp4_fp8": 127 + 109, "mxfp4_bf16": 254 - 66}
-FORMATS = tuple(_SCALE_OFFSETS)  # of plan.formats.FORMATS
+_TILE_ROWS, _K_GROUPS = 256, 4  # of a kernel's tile; groups of 32 in a k-block
+# W4A16 expands weights to numbers 2^-126 as large (templates/roles/accumulate_mxfp4_bf16.cuh):
+# packed scales are larger by this, and the largest then is no NaN.
+_SCALE_OFFSET = 66
+_LARGEST_SCALES = {"mxfp4_fp8": 254, "mxfp4_bf16": 254 - _SCALE_OFFSET}
+# W4A8's weights are 2^6 as large beside the row's largest scale, and those of scales 2^-15 of it and
+# less do not count for sure (templates/roles/expand.cuh).
+_E4M3_UNIT, _MAX_EXPONENT_BELOW = 2.0**-6, 15
+FORMATS = tuple(_LARGEST_SCALES)  # of plan.formats.FORMATS
 
 
 def quantize_mxfp4(w, xp=np):
@@ -78,25 +78,42 @@ def pack_scales(scales, format: str, gate_up: str | None, xp=np):
     """Scales as kernels take them: a copy in which those of a tile and k-block lie together.
 
     scales   [num_experts, rows, cols / 32] uint8 (e8m0)
-    format   of formats.FORMATS
+    format   of FORMATS
     gate_up  of w13 the order of its rows (variant.GATE_UP), None for w2 and without a gate
-    returns  uint32 [num_experts, tiles, ceil(cols / 128), 256]: a word has a row's scales of the
-             k-block, and the words of a tile's rows are in the order of
-             templates/roles/mxfp4.cuh, chunk_scales
+    returns  uint32 of `packed_shape`: for each tile of 256 weight rows (`tile_rows`)
 
-    Raises ValueError for a scale that the kernel cannot multiply by, NaN among them.
+        mxfp4_bf16  of each k-block, a word for each row: its four scales
+        mxfp4_fp8   f32 of each row, 2^-6 times its largest scale; then of each k-block, 16 bits for
+                    each row: of its four scales the exponent, 15 for the largest, 0 for 2^-15 of
+                    that and less
+
+    A row past the end has zeros. Raises ValueError for a scale that the kernel cannot multiply by,
+    NaN among them.
     """
     num_experts, rows, groups = scales.shape
     check_largest(int(scales.max()), format)
     k_blocks = ceil_div(groups, _K_GROUPS)
-    words = xp.zeros((num_experts, rows, k_blocks * _K_GROUPS), xp.uint8)
-    words[..., :groups] = scales + xp.uint8(scale_offset(format))
-    return _arrange(words.view(xp.uint32), gate_up, xp)
+    padded = xp.zeros((num_experts, rows, k_blocks * _K_GROUPS), xp.uint8)
+    if format == "mxfp4_bf16":
+        padded[..., :groups] = scales + xp.uint8(_SCALE_OFFSET)
+        return _in_tiles(padded.view(xp.uint32), format, gate_up, xp)
+    largest = scales.max(axis=-1, keepdims=True)
+    padded[..., :groups] = _MAX_EXPONENT_BELOW - xp.minimum(largest - scales, _MAX_EXPONENT_BELOW)
+    exponents = (padded[..., ::2] | padded[..., 1::2] << 4).view(xp.uint16)
+    of_blocks = _in_tiles(exponents, format, gate_up, xp).view(xp.uint32)
+    of_rows = decode_e8m0(largest, xp) * xp.float32(_E4M3_UNIT)
+    of_rows = _in_tiles(of_rows.view(xp.uint32), None, gate_up, xp)
+    num_tiles = of_blocks.shape[1]
+    parts = [part.reshape(num_experts, num_tiles, -1) for part in (of_rows, of_blocks)]
+    return xp.concatenate(parts, axis=-1)
 
 
-def scale_offset(format: str) -> int:
-    """What packed scales of a format are larger by."""
-    return _SCALE_OFFSETS[format]
+def _in_tiles(values, format: str | None, gate_up: str | None, xp):
+    """[num_experts, rows, k_blocks] as [num_experts, tiles, k_blocks, 256], zeros past the end."""
+    at = xp.asarray(tile_rows(values.shape[1], format, gate_up))
+    taken = xp.take(values, xp.maximum(at, 0), axis=1)
+    taken[:, at < 0] = 0
+    return xp.ascontiguousarray(taken.swapaxes(2, 3))
 
 
 def check_largest(code: int, format: str) -> None:
@@ -109,41 +126,34 @@ def check_largest(code: int, format: str) -> None:
         )
 
 
-def packed_shape(num_experts: int, rows: int, cols: int, gate_up: str | None) -> tuple:
+def packed_shape(num_experts: int, rows: int, cols: int, format: str, gate_up: str | None) -> tuple:
     """Of what `pack_scales` makes of the scales of [num_experts, rows, cols] weights."""
     halves = 1 if gate_up is None else 2
     tiles = ceil_div(rows // halves, _TILE_ROWS // halves)
-    return num_experts, tiles, ceil_div(cols, _K_GROUPS * MX_GROUP), _TILE_ROWS
+    k_blocks = ceil_div(cols, _K_GROUPS * MX_GROUP)
+    if format == "mxfp4_bf16":
+        return num_experts, tiles, k_blocks, _TILE_ROWS
+    return num_experts, tiles, _TILE_ROWS + k_blocks * _TILE_ROWS // 2
 
 
 @lru_cache(16)
-def word_order(rows: int, groups: int, gate_up: str | None):
-    """Where `pack_scales` takes an expert's words from: int64 [tiles, ceil(groups / 4), 256] of
-    row * ceil(groups / 4) + k-block, -1 where there is none.
+def tile_rows(rows: int, format: str | None, gate_up: str | None):
+    """Which of an expert's rows the numbers of a k-block are of: int64 [tiles, 256], -1 for none.
+
+    In the order that threads read them in: math's for mxfp4_bf16 (templates/roles/mxfp4.cuh,
+    chunk_scales), expand's for mxfp4_fp8 (expand.cuh, expand_tile); None for rows as they lie in
+    the tile, which is gate and up in groups of 8 by turns, or as in the matrix.
     """
-    k_blocks = ceil_div(groups, _K_GROUPS)
-    words = np.arange(1, rows * k_blocks + 1, dtype=np.uint32).reshape(1, rows, k_blocks)
-    return _arrange(words, gate_up, np)[0].astype(np.int64) - 1
-
-
-def _arrange(words, gate_up: str | None, xp):
-    """Words [num_experts, rows, k_blocks] in the order of `pack_scales`, zeros between."""
-    num_experts, rows, k_blocks = words.shape
-    if gate_up is None:  # rows 16w + i and + 8 of blocks of 64, of which a warpgroup has two
-        words = words[:, :, None]
-        axes, halves = ("e", "t", "g", "m", "w", "h", "i", "k"), 1
-    else:  # of 8 channels the gate rows, then the up rows
-        if gate_up == "interleaved":
-            words = words.reshape(num_experts, rows // 2, 2, k_blocks)
-        else:
-            words = words.reshape(num_experts, 2, rows // 2, k_blocks).swapaxes(1, 2)
-        axes, halves = ("e", "t", "g", "m", "w", "i", "h", "k"), 2
-    tile_rows = _TILE_ROWS // halves
-    padded = xp.zeros((num_experts, align(words.shape[1], tile_rows), halves, k_blocks), xp.uint32)
-    padded[:, : words.shape[1]] = words
-    sizes = {"e": num_experts, "g": 2, "m": 2, "w": 4, "h": 2, "i": 8, "k": k_blocks}
-    sizes["t"] = padded.shape[1] // tile_rows
-    by_axis = padded.reshape([sizes[axis] for axis in axes])
-    order = [axes.index(axis) for axis in ("e", "t", "k", "g", "w", "i", "m", "h")]
-    packed = by_axis.transpose(order).reshape(num_experts, sizes["t"], k_blocks, _TILE_ROWS)
-    return xp.ascontiguousarray(packed)
+    at = np.arange(rows)
+    if gate_up is not None:
+        halves = at.reshape(-1, 2).T if gate_up == "interleaved" else at.reshape(2, -1)
+        at = halves.reshape(2, -1, 8).swapaxes(0, 1).reshape(-1)
+    tiles = np.full(align(rows, _TILE_ROWS), -1)
+    tiles[:rows] = at
+    if format == "mxfp4_bf16":  # rows 16w + i and + 8 of blocks of 64, of which a warpgroup has two
+        by_axis = tiles.reshape(-1, 2, 2, 4, 2, 8).transpose(0, 1, 3, 5, 2, 4)
+    elif format == "mxfp4_fp8":  # rows i, i + 8, ... of a warp's 64
+        by_axis = tiles.reshape(-1, 4, 8, 8).transpose(0, 1, 3, 2)
+    else:
+        by_axis = tiles
+    return by_axis.reshape(-1, _TILE_ROWS)

@@ -31,7 +31,7 @@ def read_mx_scale(
     """
     seen, remedy = read(given, name), f"pass a scale for each {MX_GROUP} weights of a row"
     if seen.dtype in _PACKED:
-        packed = packed_shape(*shape[:2], shape[2] * MX_GROUP, gate_up)
+        packed = packed_shape(*shape[:2], shape[2] * MX_GROUP, format, gate_up)
         check_array(seen, name, packed, _PACKED, device, f"{remedy}, or pack it for this gate_up")
         check_contiguous(seen, name)
         check_rows(seen, name, 4)

@@ -70,7 +70,7 @@ class EmulatedLayer:
             *(None if part is None else np.ascontiguousarray(part) for part in layer)
         )
         self._scales = self.layer.w13_scale, self.layer.w2_scale
-        if plan.has_chunk_scales and self.layer.w13_scale.dtype == np.uint8:
+        if format_of(plan.format).is_mx and self.layer.w13_scale.dtype == np.uint8:
             order = "interleaved" if plan.interleaved else "gate_first"  # or up: two halves
             order = order if is_gated(plan.activation) else None
             self._scales = tuple(

@@ -19,7 +19,7 @@ from jitmoe.plan.variant import is_gated
 # prefill's time at 32 of S1 to S4, 1.24 to 1.33 at 96 and 128 (H200, 2026-11-30).
 DECODE_TOKENS_PER_EXPERT = 64.0
 
-# (stages, task slots, pairs sorted locally) tried, best first. 3 x 32 KiB in flight saturate
+# Fields tried, best first: (stages, task slots, pairs sorted locally). 3 x 32 KiB in flight saturate
 # memory, 4 or 5 stages are steadier (decode stream, 2026-11-29). Deliver warps hold a task slot
 # for long: in prefill 3 slots beat 2 by 0.6 to 6 % at 8192 tokens, more than a fourth stage gains.
 # 4,096 pairs sorted locally, which needs no whole grid at once, are level with the grid's sort:
@@ -31,6 +31,8 @@ SIZES = {
 }
 # MXFP4's stages are half as large.
 MX_SIZES = tuple((num_stages, *more) for num_stages in range(9, 2, -1) for more in _LOCAL)
+# With stages of weights that wait to be expanded.
+EXPAND_SIZES = ((3, 3, 0, 3), (3, 2, 0, 3))
 
 # Rows beyond full tiles that an expert's last takes along in prefill, where a tile of their own
 # would read its weights again: 512 tokens of S1 and S3 -6 and -8 %, 2048 of S2 -4 %. 32 instead of
@@ -68,7 +70,8 @@ def bucket(problem: MoeProblem) -> str:
     """The bucket of a problem; the kernel depends on the token count through it alone. Weights that
     are expanded into registers have tokens as columns always, as decode does.
     """
-    if format_of(problem.format).is_mx:
+    form = format_of(problem.format)
+    if form.is_mx and not form.quantizes:
         return "decode"
     return "decode" if problem.tokens_per_active_expert <= DECODE_TOKENS_PER_EXPERT else "prefill"
 
@@ -84,8 +87,12 @@ def choose(problem: MoeProblem, gpu: GpuSpec, **variant) -> MegaMoePlan:
             f"problem has gated {problem.gated}; change one of them"
         )
     name, has_bias = bucket(problem), variant.get("has_bias", False)
-    sizes = MX_SIZES if format_of(problem.format).is_mx else SIZES[name]
-    for num_stages, num_task_slots, num_local_pairs in sizes:
+    is_mx = format_of(problem.format).is_mx
+    if is_mx and variant.get("batch_invariant"):
+        name = "decode"  # prefill adds a k-block's products up in another order
+    sizes = {"decode": MX_SIZES, "prefill": EXPAND_SIZES} if is_mx else SIZES
+    producer_regs, math_regs = _regs(name, problem)
+    for num_stages, num_task_slots, num_local_pairs, *packed in sizes[name]:
         plan = MegaMoePlan(
             arch=gpu.arch,
             bucket=name,
@@ -95,10 +102,11 @@ def choose(problem: MoeProblem, gpu: GpuSpec, **variant) -> MegaMoePlan:
             top_k=problem.top_k,
             num_stages=num_stages,
             num_local_pairs=num_local_pairs,
-            producer_regs=56 if name == "prefill" else 96,
-            math_regs=224 if name == "prefill" else 160,
+            producer_regs=producer_regs,
+            math_regs=math_regs,
             unroll_k=_unroll_k(name, problem, has_bias),
             num_task_slots=num_task_slots,
+            num_packed_stages=packed[0] if packed else 0,
             extra_tokens=EXTRA_TOKENS if name == "prefill" and not has_bias else 0,
             format=problem.format,
             **variant,
@@ -107,6 +115,14 @@ def choose(problem: MoeProblem, gpu: GpuSpec, **variant) -> MegaMoePlan:
             plan.check(gpu)
             return plan
     raise PlanError(f"no ring of 3 stages fits {gpu.smem_bytes:,} B of shared memory for {problem}")
+
+
+def _regs(name: str, problem: MoeProblem) -> tuple[int, int]:
+    """Registers of the warps beside math, and of math."""
+    is_mx = format_of(problem.format).is_mx
+    if name == "prefill":
+        return (48, 208) if is_mx else (56, 224)
+    return (96, 160) if problem.gated or not is_mx else (80, 176)
 
 
 def _unroll_k(name: str, problem: MoeProblem, has_bias: bool) -> int:
@@ -121,7 +137,9 @@ def _unroll_k(name: str, problem: MoeProblem, has_bias: bool) -> int:
     if not format_of(problem.format).quantizes:
         return 1
     is_short = problem.hidden <= 16 * QUANT_GROUP
-    return 1 if name == "decode" or is_short or has_bias or problem.top_k > 16 else 4
+    if name == "decode" or is_short or has_bias or problem.top_k > 16:
+        return 1
+    return 2 if format_of(problem.format).is_mx else 4
 
 
 def plans_of_model(problem: MoeProblem, gpu: GpuSpec, **variant) -> dict[str, MegaMoePlan]:

@@ -39,6 +39,7 @@ class MegaMoePlan(Plan):
     math_regs: int
     unroll_k: int
     num_task_slots: int = 2
+    num_packed_stages: int = 0  # of weights that wait to be expanded
     extra_tokens: int = 0  # prefill: most that an expert's last full tile takes beyond its own
     trace: bool = False
     activation: str = "swiglu"
@@ -53,6 +54,7 @@ class MegaMoePlan(Plan):
     block_rows = 256
     block_k_bytes = 128  # of a row in a k-block: the swizzle's span
     num_gather_warps = 2
+    num_expand_warps = 4
     num_math_warps = 8
     trace_capacity = 8192  # stamps of a warp that are kept, the newest
     max_blocks = 144  # of a launch: the SMs of a full GH100
@@ -79,9 +81,18 @@ class MegaMoePlan(Plan):
         return self.block_k * format_of(self.format).element_bytes
 
     @property
-    def has_chunk_scales(self) -> bool:
-        """Whether weights are MXFP4, with a scale for a chunk of 32 codes."""
+    def is_mx(self) -> bool:
         return format_of(self.format).is_mx
+
+    @property
+    def expands(self) -> bool:
+        """Whether MXFP4 weights are expanded to e4m3 in shared memory, by warps of their own."""
+        return self.is_mx and self.split_tokens
+
+    @property
+    def has_chunk_scales(self) -> bool:
+        """Whether math warps expand MXFP4 weights, with a scale for a chunk of 32 codes."""
+        return self.is_mx and not self.expands
 
     @property
     def promotes(self) -> bool:
@@ -129,7 +140,8 @@ class MegaMoePlan(Plan):
         math = Role("math", self.num_math_warps, self.math_regs, jobs)
         if self.split_tokens:
             deliver = Role("deliver", 1, regs, "tell other blocks of tiles, list tokens to combine")
-            return (load, schedule, feed, deliver, math)
+            expand = Role("expand", self.num_expand_warps, regs, "weights from e2m1 to e4m3")
+            return (load, schedule, feed, deliver, *[expand] * self.expands, math)
         deliver = Role("deliver", 4, regs, "tell other blocks of tiles, combine")
         return (load, schedule, gather, deliver, math)
 
@@ -153,8 +165,9 @@ class MegaMoePlan(Plan):
 
     @property
     def derived_constants(self) -> dict[str, int]:
-        weight_tile_bytes = self.block_rows * self.weight_k_bytes
-        scale_bytes = 4 * self.block_rows * self.has_chunk_scales
+        landing_bytes = self.block_rows * self.weight_k_bytes
+        expanded_bytes = self.block_rows * self.block_k_bytes
+        mx_row_words = self.block_rows * (self.is_mx and self.quantizes)
         return {
             "block_tokens": self.block_tokens,
             "tile_tokens": self.tile_tokens,
@@ -162,13 +175,17 @@ class MegaMoePlan(Plan):
             "block_k_bytes": self.block_k_bytes,
             "element_bytes": format_of(self.format).element_bytes,
             "quantizes": int(self.quantizes),
-            "promotes": int(self.promotes),
             "has_block_scales": int(format_of(self.format).scales == "block"),
-            "channel_scales": int(format_of(self.format).has_channel_scales),
+            "promotes": int(self.promotes),
+            "channel_scales": int(format_of(self.format).has_channel_scales or mx_row_words > 0),
             "has_chunk_scales": int(self.has_chunk_scales),
+            "expands": int(self.expands),
+            "mx_row_words": mx_row_words,
+            "mx_words": self.mx_bytes // 4,
             "max_blocks": self.max_blocks,
             "split_tokens": int(self.split_tokens),
             "num_gather_warps": 0 if self.split_tokens else self.num_gather_warps,
+            "num_expand_warps": self.num_expand_warps if self.expands else 0,
             "num_math_warps": self.num_math_warps,
             "num_k_blocks_1": self.num_k_blocks_1,
             "num_k_blocks_2": self.num_k_blocks_2,
@@ -178,13 +195,25 @@ class MegaMoePlan(Plan):
             "row_align": self.row_align,
             "x_quant_scale_stride": align(self.num_k_blocks_1, 8),
             "weight_k_bytes": self.weight_k_bytes,
-            "weight_tile_bytes": weight_tile_bytes,
-            "weight_stage_bytes": weight_tile_bytes + scale_bytes,
+            "num_load_stages": self.num_load_stages,
+            "landing_bytes": landing_bytes,
+            "weight_tile_bytes": expanded_bytes if self.expands else landing_bytes,
+            "weight_stage_bytes": landing_bytes + self.mx_bytes,
             "token_k_bytes": self.token_k_bytes,
             "token_tile_bytes": self.tile_tokens * self.token_k_bytes,
             **variant.row_constants(self),
             **variant.function_constants(self.activation),
         } | ({"trace_capacity": self.trace_capacity} if self.trace else {})
+
+    @property
+    def mx_bytes(self) -> int:
+        """Of MXFP4's scales of a tile and k-block, as jitmoe/mxfp4.py packs them."""
+        return self.block_rows * (2 if self.quantizes else 4) * self.is_mx
+
+    @property
+    def num_load_stages(self) -> int:
+        """Of the ring that weights land in."""
+        return self.num_packed_stages if self.expands else self.num_stages
 
     @cached_property
     def smem(self) -> MemoryMap:
@@ -253,12 +282,17 @@ class MegaMoePlan(Plan):
             MoeProblem(0, self.hidden, self.intermediate, self.num_experts, self.top_k, self.format)
         except ValueError as error:
             raise PlanError(str(error)) from None
-        if self.split_tokens and self.has_chunk_scales:
+        if self.expands and not self.quantizes:
             raise PlanError(
                 f"{self.format} has the decode bucket alone, got prefill; its tokens are columns"
             )
-        if self.num_stages < 3:
-            raise PlanError(f"the ring needs 3 stages for loads in flight, got {self.num_stages}")
+        if self.num_load_stages < 3:
+            raise PlanError(
+                "the ring that weights land in needs 3 stages for loads in flight, "
+                f"got {self.num_load_stages}"
+            )
+        if self.num_stages < 2:
+            raise PlanError(f"the main loop needs 2 stages, got {self.num_stages}")
         if self.num_task_slots < 2:
             raise PlanError(f"claiming ahead needs 2 task slots, got {self.num_task_slots}")
         if not self.split_tokens and not 1 <= self.num_local_pairs <= 65_535:

@@ -11,25 +11,32 @@ def smem(plan) -> MemoryMap:
     stages, slots, tokens = plan.num_stages, plan.num_task_slots, plan.tile_tokens
     experts, math = plan.num_experts, plan.num_math_warps
     feeder = "feed" if plan.split_tokens else "gather"
-    to_roles, from_roles = (
-        f"schedule -> load, {feeder}, deliver, math",
-        f"load, {feeder}, deliver, math -> schedule",
-    )
-    weight_tile, token_tile = plan.block_rows * plan.weight_k_bytes, tokens * plan.token_k_bytes
-    # Four to a word of e8m0, a word to a row; or block scales that meet in a tile.
-    scale_type, num_scales = ("u32", plan.block_rows) if plan.has_chunk_scales else ("f32", 4)
-    scales_by = "load" if plan.has_chunk_scales else feeder
+    others = f"load, {feeder}, deliver, {'expand, ' * plan.expands}math"
+    to_roles, from_roles = f"schedule -> {others}", f"{others} -> schedule"
+    token_tile = tokens * plan.token_k_bytes
+    c, landing = plan.derived_constants, plan.num_load_stages
+    weights_from = "expand" if plan.expands else "load"
     transpose = 2048 if plan.split_tokens else 1024  # 16 rows of 128 bytes; 32 of 2 x 16
     regions = [
-        Region("weight_tiles", "u8", (stages, weight_tile), 1024, "load -> math"),
+        Region(
+            "weight_tiles", "u8", (stages, c["weight_tile_bytes"]), 1024, f"{weights_from} -> math"
+        ),
+        *(
+            [Region("packed_tiles", "u8", (landing, c["landing_bytes"]), 1024, "load -> expand")]
+            if plan.expands
+            else []
+        ),
         Region("token_tiles", "u8", (stages, token_tile), 1024, f"{feeder} -> math"),
         Region("token_scales", "f32", (stages, tokens), 128, f"{feeder} -> math"),
-        Region("weight_scales", scale_type, (stages, num_scales), 16, f"{scales_by} -> math"),
+        # MXFP4: as jitmoe/mxfp4.py packs them. Else block scales that meet in a tile.
+        Region("weight_scales", "u8", (landing, plan.mx_bytes), 16, "load -> expand or math")
+        if plan.is_mx
+        else Region("weight_scales", "f32", (stages, 4), 16, f"{feeder} -> math"),
         Region("transpose", "u8", (math, transpose), 128, "a math warp's own"),
         Region("amax", "f32", (math, 64), 128, "math <-> math"),
-        Region("full", "u64", (stages,), 8, f"load, {feeder} -> math"),
-        Region("empty", "u64", (stages,), 8, f"math -> load, {feeder}"),
-        Region("preloaded", "u64", (stages,), 8, "head -> load"),
+        Region("full", "u64", (stages,), 8, f"{weights_from}, {feeder} -> math"),
+        Region("empty", "u64", (stages,), 8, f"math -> {weights_from}, {feeder}"),
+        Region("preloaded", "u64", (landing,), 8, "head -> load"),
         Region("task_full", "u64", (slots,), 8, to_roles),
         Region("task_empty", "u64", (slots,), 8, from_roles),
         Region("task_wanted", "u64", (slots,), 8, "load -> schedule"),
@@ -56,6 +63,12 @@ def smem(plan) -> MemoryMap:
         regions += [
             Region("row_offsets", "u32", (rows_apart, tokens // rows_apart), 16, "gather's own"),
             Region("local_rows", "u16", (plan.num_local_pairs,), 4, "head -> schedule"),
+        ]
+    if plan.expands:
+        regions += [
+            Region("landed", "u64", (landing,), 8, "load -> expand"),
+            Region("taken", "u64", (landing,), 8, "expand -> load"),
+            Region("expansions", "u32", (16, 2), 16, "all -> expand"),
         ]
     if plan.has_bias:
         regions.append(Region("bias", "u8", (slots, plan.block_rows * 4), 128, "load -> math"))

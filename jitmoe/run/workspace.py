@@ -25,6 +25,8 @@ _WAITS = {
     9: "list {index} of tokens to be filled",
     10: "first weight tile {index} to land",
     11: "the next task to be wanted",
+    12: "packed weights of stage {index} to land",
+    13: "packed weights of stage {index} to be expanded",
 }
 
 

@@ -28,6 +28,8 @@ EVENTS = {
     WAIT + 9: "wait list full",
     WAIT + 10: "wait preloaded",
     WAIT + 11: "wait task wanted",
+    WAIT + 12: "wait landed",
+    WAIT + 13: "wait taken",
 }
 CODES = {name: code for code, name in EVENTS.items()}
 

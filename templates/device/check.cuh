@@ -14,6 +14,8 @@ enum Wait : u32 {
     kWaitListFull = 9,
     kWaitPreloaded = 10,
     kWaitTaskWanted = 11,
+    kWaitLanded = 12,
+    kWaitTaken = 13,
 };
 
 // Words of Params::header.

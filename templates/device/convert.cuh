@@ -52,5 +52,10 @@ DEVICE float max_or_nan(float x, float y) {
     return z;
 }
 
-// Selects bytes of (high, low) by the nibbles of `selector` (PTX ISA, prmt).
-DEVICE u32 permute_bytes(u32 low, u32 high, u32 selector) { return __byte_perm(low, high, selector); }
+// Selects bytes of (high, low) by the nibbles of `selector` (PTX ISA, prmt): bit 3 of a nibble replicates the sign.
+// __byte_perm would mask these bits first.
+DEVICE u32 permute_bytes(u32 low, u32 high, u32 selector) {
+    u32 bytes;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(selector));
+    return bytes;
+}

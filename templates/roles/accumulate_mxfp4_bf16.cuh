@@ -13,6 +13,13 @@ DEVICE u32 expand_codes(u32 codes, u32 scale) {
     return multiply_bf16x2(signs | rest, scale);
 }
 
+// Words of four scales, of the chunks of a k-block: of both rows in the first block of 64, then in the second
+// (jitmoe/mxfp4.py).
+DEVICE uint4 chunk_scales(const Smem& smem, u32 stage, u32 first_row) {
+    const u32 warp = first_row / 32 + warp_idx() % 4;
+    return *reinterpret_cast<const uint4*>(smem.weight_scales[stage] + (warp * 8 + lane_idx() / 4) * 16);
+}
+
 // Scale number c of a word as a pair of bf16.
 DEVICE u32 scale_of_chunk(u32 scales, u32 c) { return (scales >> 8 * c & 0xff) * 0x00800080u; }
 

@@ -12,16 +12,20 @@ DEVICE float* channel_scales(Smem& smem, const Share& share) {
 // `P` is Params, which other kernels have without the stride from gate to up.
 template <typename P>
 DEVICE const float* channel_scale(const P& p, const Task& task, u32 row) {
-    if (task.phase == kGemm2) {
-        const i64 channel = min_of(task.tile * kBlockRows + row, kHidden - 1);
-        return p.w2_scale + task.expert * p.w2_scale_expert_stride + channel * p.w2_scale_row_stride;
+    if constexpr (kMxRowWords > 0) {
+        return mx_scales(p, task) + row;
+    } else {
+        if (task.phase == kGemm2) {
+            const i64 channel = min_of(task.tile * kBlockRows + row, kHidden - 1);
+            return p.w2_scale + task.expert * p.w2_scale_expert_stride + channel * p.w2_scale_row_stride;
+        }
+        // Groups of 8 rows alternate between gate and up, if there is a gate.
+        const u32 i = kGated ? row / 16 * 8 + row % 8 : row;
+        const i64 channel = min_of(task.tile * kTileChannels + i, kIntermediate - 1);
+        const i64 half = kGated ? row / 8 % 2 : 0;
+        return p.w13_scale + task.expert * p.w13_scale_expert_stride + channel * p.w13_scale_row_stride +
+               half * p.w13_scale_half_stride;
     }
-    // Groups of 8 rows alternate between gate and up, if there is a gate.
-    const u32 i = kGated ? row / 16 * 8 + row % 8 : row;
-    const i64 channel = min_of(task.tile * kTileChannels + i, kIntermediate - 1);
-    const i64 half = kGated ? row / 8 % 2 : 0;
-    return p.w13_scale + task.expert * p.w13_scale_expert_stride + channel * p.w13_scale_row_stride +
-           half * p.w13_scale_half_stride;
 }
 
 // Of all the tile's rows, or of this warp's.

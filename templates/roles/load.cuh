@@ -2,20 +2,16 @@
 // layout: the 5-D map of w13 lands gate and up alternating in groups of 8 rows, straight from [gate; up]. Without a
 // gate it is 3-D, as that of w2.
 
-// Scales of 32 codes (mxfp4.cuh): those of a tile and k-block lie together.
-DEVICE void load_chunk_scales(const Params& p, Smem& smem, const Task& task, u32 k, u32 stage, u64* full) {
-    const bool gemm_1 = task.phase == kGemm1;
-    const u32 tile = task.expert * (gemm_1 ? kNumTiles1 : kNumTiles2) + task.tile;
-    const float* scales = gemm_1 ? p.w13_scale : p.w2_scale;  // of 4 bytes too
-    load_bulk(smem.weight_scales[stage], scales + (u64(tile) * (gemm_1 ? kNumKBlocks1 : kNumKBlocks2) + k) * kBlockRows,
-              kBlockRows * sizeof(u32), full);
+// MXFP4's scales of a k-block (jitmoe/mxfp4.py).
+DEVICE void load_mx_scales(const Params& p, Smem& smem, const Task& task, u32 k, u32 stage, u64* full) {
+    load_bulk(smem.weight_scales[stage], mx_scales(p, task) + kMxRowWords + k * kMxWords, kMxWords * 4, full);
 }
 
 // Of k-block k into `stage`, with the first the biases of the task in `slot`. One lane.
 DEVICE void load_weights(const Params& p, Smem& smem, const Task& task, u32 slot, u32 k, u32 stage, u64* full) {
     expect_weights(p, smem, task, slot, k, full);
-    if constexpr (kHasChunkScales) load_chunk_scales(p, smem, task, k, stage, full);
-    void* tile = smem.weight_tiles[stage];
+    if constexpr (kMxWords > 0) load_mx_scales(p, smem, task, k, stage, full);
+    void* tile = landing_tile(smem, stage);
     if (kGated && task.phase == kGemm1) {
         load_tile_5d(tile, &p.w13_map, full, k * kWeightKBytes, 0, 0, task.tile * (kBlockRows / 16), task.expert);
     } else {
@@ -25,7 +21,7 @@ DEVICE void load_weights(const Params& p, Smem& smem, const Task& task, u32 slot
 }
 
 // What is in flight delays every other access to memory by its size over the bandwidth.
-constexpr u32 kPreloaded = min_of(3 * 32768 / kWeightTileBytes, kNumStages);
+constexpr u32 kPreloaded = min_of(3 * 32768 / kLandingBytes, kNumLoadStages);
 
 // The first tiles of the CTA's first task into the ring, on barriers of their own: the head does it as soon as it knows
 // the experts' blocks. Of GEMM 1 alone: a task of GEMM 2 may have to let an orphan go first. One lane.
@@ -53,7 +49,7 @@ DEVICE void drop_preloaded(const Params& p, Smem& smem) {
 DEVICE void role_load(const Params& p, Smem& smem, const Head&) {
     if (lane_idx() != 0) return;
     Ring<kNumTaskSlots> slot;
-    Ring<kNumStages> ring;
+    Ring<kNumLoadStages> ring;
     u32 num_preloaded = smem.first[kFirstPreloaded];
     for (;; slot.advance(), num_preloaded = 0) {
         const Task task = next_task(p, smem, slot);
@@ -63,13 +59,12 @@ DEVICE void role_load(const Params& p, Smem& smem, const Head&) {
         const u32 num = task.k_end - task.k_begin, wanted = num - min_of(num, kClaimAhead);
         for (u32 i = 0; i < num; ++i, ring.advance()) {
             if (i == wanted) arrive(&smem.task_wanted[slot.stage]);  // pairs with role_schedule
-            u64* full = &smem.full[ring.stage];                      // pairs with role_math: multiply
             if (i < num_preloaded) {
                 wait_for_preloaded(p, smem, i);
-                arrive(full);
+                arrive(landed(smem, ring.stage));
             } else {
-                wait_barrier(p, kWaitStageEmpty, &smem.empty[ring.stage], ring.stage, ring.empty_parity());
-                load_weights(p, smem, task, slot.stage, task.k_begin + i, ring.stage, full);
+                wait_for_room(p, smem, ring);
+                load_weights(p, smem, task, slot.stage, task.k_begin + i, ring.stage, landed(smem, ring.stage));
             }
         }
         trace_end(p, kEventTask);

@@ -1,5 +1,5 @@
 // MXFP4 weights: e2m1 codes, two a byte, the first in the low half, and a scale in e8m0, 2^(byte - 127), for 32 along a
-// row (OCP Microscaling Formats 1.0). They stay so in shared memory: math warps expand the codes of their rows into
+// row (OCP Microscaling Formats 1.0). Where tokens are columns, they stay so in shared memory: math warps expand the codes of their rows into
 // registers, the tensor cores' first operand, so tokens are always columns.
 
 static_assert(!kSplitTokens && kWeightKBytes == 64, "a k-block is 128 codes of a row, tokens are its columns");
@@ -21,11 +21,4 @@ struct PackedRows {
 DEVICE PackedRows find_packed_rows(const Smem& smem, u32 first_row) {
     const u32 row = first_row + warp_idx() % 4 * 16 + lane_idx() / 4;
     return {smem.weight_tiles[0] + row * kWeightKBytes + lane_idx() % 4 * 4, row / 2 % 4 * 16};
-}
-
-// Words of four scales, of the chunks of a k-block: of both rows in the first block of 64, then in the second. Packed
-// so on the host (jitmoe/mxfp4.py).
-DEVICE uint4 chunk_scales(const Smem& smem, u32 stage, u32 first_row) {
-    const u32 warp = first_row / 32 + warp_idx() % 4;
-    return *reinterpret_cast<const uint4*>(smem.weight_scales[stage] + (warp * 8 + lane_idx() / 4) * 4);
 }

@@ -9,9 +9,9 @@ struct Task {
     u32 k_begin, k_end;  // k-blocks
 };
 
-// Arrivals that free a task slot: the load lane; the feed lane or the gather warps; the deliver and math warps.
+// Arrivals that free a task slot: the load lane; the feed lane or the gather warps; the deliver, expand and math warps.
 constexpr u32 kTaskConsumers = 1 + (kSplitTokens ? 1 : kNumGatherWarps * kWarpThreads) +
-                               (kDeliverWarpEnd - kDeliverWarpBegin + kNumMathWarps) * kWarpThreads;
+                               (kDeliverWarpEnd - kDeliverWarpBegin + kNumExpandWarps + kNumMathWarps) * kWarpThreads;
 
 // Blocks of one expert that are walked together for each weight tile: their tokens stay in L2 while every weight tile
 // is read once. 16 x 128 tokens of hidden 7168 are 15 MB. Guess.
@@ -23,7 +23,7 @@ DEVICE u32 num_parts(const Smem& smem, u32 phase) {
     constexpr u32 kLeast = 16;  // k-blocks of a part: joining takes as long as several
     const u32 num_tiles = smem.block_start[kNumExperts] * (phase == kGemm1 ? kNumTiles1 : kNumTiles2);
     // Half as many of MXFP4, where few warps expand codes: 1 token of S2 22.5 to 21.0 us (H200, 2026-11-30).
-    constexpr u32 kLeastOfFormat = kHasChunkScales ? ceil_div(kLeast, 2) : kLeast;
+    constexpr u32 kLeastOfFormat = kMxWords > 0 ? ceil_div(kLeast, 2) : kLeast;
     const u32 most = (phase == kGemm1 ? kNumKBlocks1 : kNumKBlocks2) / kLeastOfFormat;
     if (kSplitTokens || kBatchInvariant || 2 * num_tiles > num_blocks() || num_tiles == 0 || most == 0) return 1;
     return min_of(num_blocks() / num_tiles, most);
@@ -96,7 +96,7 @@ DEVICE void add_expert_counts(const Params& p, const Smem& smem) {
 }
 
 // The next task is claimed when so many k-blocks of this one are yet to be loaded: in time for its own.
-constexpr u32 kClaimAhead = kNumStages + 3;
+constexpr u32 kClaimAhead = kNumLoadStages + 3;
 
 // A task with fewer is over before the next has come: the one after it is claimed already. Not towards the end, where
 // tasks that wait here are missing where CTAs have nothing to do.
@@ -173,6 +173,16 @@ DEVICE Task next_task(const Params& p, Smem& smem, const Ring<kNumTaskSlots>& sl
 
 // Every lane that reads the slot, after its last read.
 DEVICE void free_task(Smem& smem, Ring<kNumTaskSlots>& slot) { arrive(&smem.task_empty[slot.stage]); }
+
+// MXFP4: where the scales of the task's tile begin, as jitmoe/mxfp4.py packs them: of kMxRowWords rows as they lie in the
+// tile, f32, then kMxWords for every k-block.
+template <typename P>
+DEVICE const float* mx_scales(const P& p, const Task& task) {
+    const bool gemm_1 = task.phase == kGemm1;
+    const u32 tile = task.expert * (gemm_1 ? kNumTiles1 : kNumTiles2) + task.tile;
+    const u32 words = kMxRowWords + (gemm_1 ? kNumKBlocks1 : kNumKBlocks2) * kMxWords;
+    return (gemm_1 ? p.w13_scale : p.w2_scale) + u64(tile) * words;
+}
 
 // Block scales: number i of a tile's weight rows in k-block 0; further k-blocks follow. GEMM 1: gate, up, and up of the
 // next block where `intermediate` is no multiple of 128 and a tile's up rows straddle two. GEMM 2, interleaved
