@@ -22,11 +22,11 @@ _MAX_EXPONENT = 2  # of 6.0
 _TILE_ROWS, _K_GROUPS = 256, 4  # of a kernel's tile; groups of 32 in a k-block
 # W4A16 expands weights to numbers 2^-126 as large (templates/roles/accumulate_mxfp4_bf16.cuh):
 # packed scales are larger by this, and the largest then is no NaN.
-_SCALE_OFFSET = 66
-_LARGEST_SCALES = {"mxfp4_fp8": 254, "mxfp4_bf16": 254 - _SCALE_OFFSET}
-# W4A8's weights are 2^6 as large beside the row's largest scale, and those of scales 2^-15 of it and
-# less do not count for sure (templates/roles/expand.cuh).
-_E4M3_UNIT, _MAX_EXPONENT_BELOW = 2.0**-6, 15
+SCALE_OFFSET = 66
+_LARGEST_SCALES = {"mxfp4_fp8": 254, "mxfp4_bf16": 254 - SCALE_OFFSET}
+# W4A8 has a scale for each row, and four bits for how far below it is that of 32 weights: e4m3 numbers
+# 2^6 as large hold such weights (templates/roles/expand.cuh).
+ROW_UNIT, TOP_EXPONENT = 2.0**-6, 15
 FORMATS = tuple(_LARGEST_SCALES)  # of plan.formats.FORMATS
 
 
@@ -95,13 +95,13 @@ def pack_scales(scales, format: str, gate_up: str | None, xp=np):
     k_blocks = ceil_div(groups, _K_GROUPS)
     padded = xp.zeros((num_experts, rows, k_blocks * _K_GROUPS), xp.uint8)
     if format == "mxfp4_bf16":
-        padded[..., :groups] = scales + xp.uint8(_SCALE_OFFSET)
+        padded[..., :groups] = scales + xp.uint8(SCALE_OFFSET)
         return _in_tiles(padded.view(xp.uint32), format, gate_up, xp)
     largest = scales.max(axis=-1, keepdims=True)
-    padded[..., :groups] = _MAX_EXPONENT_BELOW - xp.minimum(largest - scales, _MAX_EXPONENT_BELOW)
+    padded[..., :groups] = TOP_EXPONENT - xp.minimum(largest - scales, TOP_EXPONENT)
     exponents = (padded[..., ::2] | padded[..., 1::2] << 4).view(xp.uint16)
     of_blocks = _in_tiles(exponents, format, gate_up, xp).view(xp.uint32)
-    of_rows = decode_e8m0(largest, xp) * xp.float32(_E4M3_UNIT)
+    of_rows = decode_e8m0(largest, xp) * xp.float32(ROW_UNIT)
     of_rows = _in_tiles(of_rows.view(xp.uint32), None, gate_up, xp)
     num_tiles = of_blocks.shape[1]
     parts = [part.reshape(num_experts, num_tiles, -1) for part in (of_rows, of_blocks)]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from jitmoe.mxfp4 import MX_GROUP, check_largest, scale_offset, word_order
+from jitmoe.mxfp4 import MX_GROUP, ROW_UNIT, SCALE_OFFSET, TOP_EXPONENT, check_largest, tile_rows
 
 _E8M0 = getattr(torch, "float8_e8m0fnu", None)  # PyTorch 2.7 and later
 _E8M0_TYPES = (_E8M0, torch.uint8)
@@ -73,20 +73,31 @@ def pack_scales(scale: torch.Tensor, format: str, gate_up: str | None = None) ->
     scale    [num_experts, rows, cols / 32] e8m0, or uint8 of the same bits
     format   "mxfp4_fp8" or "mxfp4_bf16"
     gate_up  of w13_scale the order of its rows, None for w2_scale and without a gate
-    returns  int32 [num_experts, tiles, ceil(cols / 128), 256]: `jitmoe.quantize.pack_scales`
+    returns  int32, the bits of `jitmoe.quantize.pack_scales`
 
     Waits for the GPU. Raises ValueError for a scale that the kernel cannot multiply by, NaN among
     them.
     """
     codes = scale.detach().view(torch.uint8)
-    num_experts, rows, groups = codes.shape
     check_largest(int(codes.max()), format)
-    order = torch.from_numpy(word_order(rows, groups, gate_up)).to(codes.device)
-    num_pads = -groups % 4  # scales of a word
-    raised = torch.nn.functional.pad(codes + scale_offset(format), (0, num_pads))
-    words = raised.contiguous().view(torch.int32).flatten(1)
-    taken = words[:, order.clamp(min=0).flatten()].unflatten(1, order.shape)
-    return taken.masked_fill_(order < 0, 0)
+    num_pads = 0, -codes.shape[2] % 4  # scales of a k-block
+    if format == "mxfp4_bf16":
+        raised = torch.nn.functional.pad(codes + SCALE_OFFSET, num_pads)
+        return _in_tiles(raised.contiguous().view(torch.int32), format, gate_up)
+    largest = codes.amax(-1, keepdim=True)
+    exponents = TOP_EXPONENT - (largest - codes).clamp(max=TOP_EXPONENT)
+    exponents = torch.nn.functional.pad(exponents, num_pads)
+    pairs = exponents[..., ::2] | exponents[..., 1::2] << 4
+    of_blocks = _in_tiles(pairs.view(torch.int16), format, gate_up).view(torch.int32)
+    of_rows = _in_tiles((_widened(largest) * ROW_UNIT).view(torch.int32), None, gate_up)
+    return torch.cat([of_rows.flatten(2), of_blocks.flatten(2)], dim=-1)
+
+
+def _in_tiles(values: torch.Tensor, format: str | None, gate_up: str | None) -> torch.Tensor:
+    """As mxfp4.pack_scales brings [num_experts, rows, k_blocks] into the order of the kernel."""
+    at = torch.from_numpy(tile_rows(values.shape[1], format, gate_up)).to(values.device)
+    taken = values[:, at.clamp(min=0)].masked_fill_((at < 0)[..., None], 0)
+    return taken.transpose(2, 3).contiguous()
 
 
 def _kept(scale: torch.Tensor, attribute: str, kind, make: Callable) -> torch.Tensor:

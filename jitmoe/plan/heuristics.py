@@ -91,7 +91,7 @@ def choose(problem: MoeProblem, gpu: GpuSpec, **variant) -> MegaMoePlan:
     if is_mx and variant.get("batch_invariant"):
         name = "decode"  # prefill adds a k-block's products up in another order
     sizes = {"decode": MX_SIZES, "prefill": EXPAND_SIZES} if is_mx else SIZES
-    producer_regs, math_regs = _regs(name, problem)
+    producer_regs, math_regs = _registers(name, problem)
     for num_stages, num_task_slots, num_local_pairs, *packed in sizes[name]:
         plan = MegaMoePlan(
             arch=gpu.arch,
@@ -117,12 +117,12 @@ def choose(problem: MoeProblem, gpu: GpuSpec, **variant) -> MegaMoePlan:
     raise PlanError(f"no ring of 3 stages fits {gpu.smem_bytes:,} B of shared memory for {problem}")
 
 
-def _regs(name: str, problem: MoeProblem) -> tuple[int, int]:
-    """Registers of the warps beside math, and of math."""
+def _registers(name: str, problem: MoeProblem) -> tuple[int, int]:
+    """Of the warps beside math, and of math: of those that no kernel of the bucket spills with."""
     is_mx = format_of(problem.format).is_mx
     if name == "prefill":
         return (48, 208) if is_mx else (56, 224)
-    return (96, 160) if problem.gated or not is_mx else (80, 176)
+    return (96, 160) if problem.gated or not is_mx else (88, 168)
 
 
 def _unroll_k(name: str, problem: MoeProblem, has_bias: bool) -> int:
@@ -132,14 +132,13 @@ def _unroll_k(name: str, problem: MoeProblem, has_bias: bool) -> int:
     some sizes; so does 2 beyond 16 slots, where the code around the loop is longest. Tiles of 16
     k-blocks and fewer (S2) are 2 to 3 % quicker with 1; in decode 2 and 4 are no quicker than 1, or
     3 % slower at 512 tokens of S2 (H200, 2026-11-30). With biases 4 and 2 spill at some sizes. Sums
-    in bf16 need no promotion: their loop keeps the tensor cores busy as it is.
+    in bf16 need no promotion: their loop keeps the tensor cores busy as it is. Beside warps that expand
+    MXFP4, 2 are 1 % quicker than 1 at 2048 tokens of S1 and spill in traced kernels.
     """
-    if not format_of(problem.format).quantizes:
+    if not format_of(problem.format).quantizes or format_of(problem.format).is_mx:
         return 1
     is_short = problem.hidden <= 16 * QUANT_GROUP
-    if name == "decode" or is_short or has_bias or problem.top_k > 16:
-        return 1
-    return 2 if format_of(problem.format).is_mx else 4
+    return 1 if name == "decode" or is_short or has_bias or problem.top_k > 16 else 4
 
 
 def plans_of_model(problem: MoeProblem, gpu: GpuSpec, **variant) -> dict[str, MegaMoePlan]:

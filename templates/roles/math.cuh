@@ -271,8 +271,10 @@ DEVICE void run_task(const Params& p, Smem& smem, const Head& head, Ring<kNumSta
     if constexpr (kTileTokens > kBlockTokens) {
         if (has_extra_tokens(task)) return run_tile<64, true, true>(p, smem, head, ring, task, share, slot);
     }
-    if (task.num_rows > 32) return run_tile<64, false>(p, smem, head, ring, task, share, slot);
-    if (task.num_rows > 16) return run_tile<32, false>(p, smem, head, ring, task, share, slot);
+    // Traced kernels of MXFP4 would spill with all widths.
+    constexpr u32 kWide = kTrace && kHasChunkScales ? 16 : 32;
+    if (task.num_rows > kWide) return run_tile<64, false>(p, smem, head, ring, task, share, slot);
+    if (kWide > 16 && task.num_rows > 16) return run_tile<32, false>(p, smem, head, ring, task, share, slot);
     if (kSplitTokens || task.num_rows > 8) return run_tile<16, false>(p, smem, head, ring, task, share, slot);
     return run_tile<8, false>(p, smem, head, ring, task, share, slot);
 }
