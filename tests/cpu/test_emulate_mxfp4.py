@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from cancelling import MX_HIDDEN, cancel, repeat
 from exact import HIDDEN as EXACT_HIDDEN
-from exact import NUM_EXPERTS, exact_inputs, exact_layer, intermediate_of
+from exact import NUM_EXPERTS, every_code, exact_inputs, exact_layer, intermediate_of
 
 from jitmoe import Activation, ExpertWeights, fp8, mega_moe, reference, trace
 from jitmoe.emulate.compile import NoHostCompiler, compiler
@@ -296,73 +296,14 @@ def test_exact_sums_give_the_bits_of_the_formula(format, bucket, num_tokens):
         assert np.array_equal(y, wanted)
 
 
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # of codes 0 .. 7; 8 more are negative
-ONE = 127  # e8m0 of 1
-
-
-def put(codes, rows, channels, code):
-    """One code of each row into packed codes that are zero."""
-    codes[rows, channels // 2] |= (code << channels % 2 * 4).astype(np.uint8)
-
-
 @ALL
 @pytest.mark.parametrize("num_tokens", [1, 100])
 def test_every_code_and_scale_reaches_its_place(format, bucket, num_tokens):
-    """Row by row, by hand and to the bit: each row of w13 and w2 has one code that counts, whose
-    scale is from 1 to 2^-14 of the row's largest; others have scales of any size and zeros.
-
-    x is 1, and 14 in channel 1 of a group: scales of tokens are 2^-5. Gates are 64, whose silu they
-    are; ups are whole numbers up to 14, of which every group of 128 has one.
-    """
-    hidden, half, rng = 512, 256, np.random.default_rng(0)
-
-    def scales_of(num_rows, groups, counts, exponent):
-        """The row's largest in a chunk that may be the one that counts."""
-        rows = np.arange(num_rows)
-        distance = rows % 15
-        others = (
-            ONE + exponent[:, None] + distance[:, None] - rng.integers(0, 30, (num_rows, groups))
-        )
-        largest = (counts + 1 + rows // 15 % (groups - 1)) % groups
-        others[rows, largest] = ONE + exponent + distance
-        others[rows, counts] = ONE + exponent
-        return others.astype(np.uint8)
-
-    channels = np.arange(half)
-    w13 = np.zeros((2 * half, hidden // 2), np.uint8)
-    put(w13, channels, np.zeros(half, int), np.full(half, 6))  # 4, times 16
-    places = channels * 84 % hidden
-    codes = np.array([2, 4, 5, 6, 10, 12, 13, 14])[channels % 8]  # 1 to 4, and negative
-    ups = E2M1[codes % 8] * np.where(codes < 8, 1, -1)
-    is_largest = channels % 64 == 5
-    places[is_largest], codes[is_largest], ups[is_largest] = 129, 2, 14
-    put(w13, half + channels, places, codes)
-    exponents = np.repeat([4, 0], half)
-    counts = np.concatenate([np.zeros(half, int), places // 32])
-    w13_scale = scales_of(2 * half, hidden // 32, counts, exponents)
-
-    rows = np.arange(hidden)
-    w2, picked = np.zeros((hidden, half // 2), np.uint8), rows * 37 % half
-    codes = np.r_[1:8, 9:16][rows % 14]
-    put(w2, rows, picked, codes)
-    exponents = rows % 11 - 5
-    w2_scale = scales_of(hidden, half // 32, picked // 32, exponents)
-    pairs = {(code, d) for code, d in zip(codes, rows % 15, strict=True)}
-    assert len(pairs) == 14 * 15, "every code at every distance"
-    numbers = E2M1[codes % 8] * np.where(codes < 8, 1, -1) * 2.0**exponents
-    plain = [dequantize_mxfp4(*pair) for pair in ((w13, w13_scale), (w2, w2_scale))]
-    assert np.array_equal(plain[1][rows, picked], numbers) and (plain[1] != 0).sum() == hidden
-
-    x = np.ones((num_tokens, hidden), np.float32)
-    x[:, 1::128] = 14
-    assert np.array_equal(plain[0] @ x[0], np.concatenate([np.full(half, 64), ups]))
-    layer = reference.Layer(w13[None], w13_scale[None], w2[None], w2_scale[None])
+    made = every_code(num_tokens)
+    hidden, half = made.layer.w13.shape[2] * 2, made.layer.w2.shape[2] * 2
     plan = plan_for(format, bucket, hidden, half, 1, 1)
-    y = EmulatedLayer(plan, layer, num_tokens, num_blocks=3)(
-        fp8.encode_bf16(x), np.zeros((num_tokens, 1), np.int32), np.ones((num_tokens, 1), "f4")
-    )
-    wanted = np.broadcast_to(64 * ups[picked] * numbers, y.shape)
-    assert np.array_equal(fp8.decode_bf16(y), wanted)
+    y = EmulatedLayer(plan, made.layer, num_tokens, num_blocks=3)(*made.call)
+    assert np.array_equal(fp8.decode_bf16(y), made.y)
 
 
 @BUCKETS
@@ -492,14 +433,29 @@ def test_variants(format, variant):
             assert error({name: None}) > 0.03, name
 
 
-@BOTH
-def test_traces(format):
+@ALL
+def test_traces(format, bucket):
+    num_tokens = {"decode": 20, "prefill": 200}[bucket]
     layer = reference.random_layer(EXPERTS, HIDDEN[format], INTERMEDIATE, seed=1, format=format)
     weights = wrap(layer, format)
-    x, *routing = reference.random_tokens(20, HIDDEN[format], EXPERTS, TOP_K, 2)
+    x, *routing = reference.random_tokens(num_tokens, HIDDEN[format], EXPERTS, TOP_K, 2)
     call = fp8.encode_bf16(x), *routing
     out = np.empty_like(call[0])
     traced = trace(*call, weights, out=out, backend="emulated")
-    assert traced.summary()
+    assert ("expand" in traced.summary().busy) == (bucket == "prefill")
     assert len(traced.select("mma")) == len(traced.select("epilogue")) > 0
     assert np.array_equal(out, mega_moe(*call, weights, backend="emulated"))
+
+
+@ALL
+def test_expert_counts(format, bucket):
+    num_tokens = {"decode": 20, "prefill": 200}[bucket]
+    layer = reference.random_layer(EXPERTS, HIDDEN[format], INTERMEDIATE, seed=1, format=format)
+    weights = wrap(layer, format)
+    x, ids, router = reference.random_tokens(
+        num_tokens, HIDDEN[format], EXPERTS, TOP_K, 2, "unused"
+    )
+    call, counts = (fp8.encode_bf16(x), ids, router), np.full(EXPERTS, 5, np.int32)
+    y = mega_moe(*call, weights, expert_counts=counts, backend="emulated")
+    assert counts.tolist() == [5 + (ids == expert).sum() for expert in range(EXPERTS)]
+    assert np.array_equal(y, mega_moe(*call, weights, backend="emulated"))
