@@ -18,6 +18,9 @@ from jitmoe.plan.variant import is_gated
 # read of an expert's weights costs more than half-empty tiles: decode takes 0.93 to 0.98 of
 # prefill's time at 32 of S1 to S4, 1.24 to 1.33 at 96 and 128 (H200, 2026-11-30).
 DECODE_TOKENS_PER_EXPERT = 64.0
+# Of MXFP4 beside e4m3 tokens, whose wide tiles cost the decode kernel more: prefill takes 1.05 to
+# 1.17 of its time at 16 of S1 to S3, 1.00 at 24 of S4, 0.83 to 0.88 at 32 (H200, 2026-11-30).
+MX_DECODE_TOKENS_PER_EXPERT = 24.0
 
 # (stages, task slots, pairs sorted locally) tried, best first. 3 x 32 KiB in flight saturate
 # memory, 4 or 5 stages are steadier (decode stream, 2026-11-29). Deliver warps hold a task slot
@@ -73,7 +76,8 @@ def bucket(problem: MoeProblem) -> str:
     form = format_of(problem.format)
     if form.is_mx and not form.quantizes:
         return "decode"
-    return "decode" if problem.tokens_per_active_expert <= DECODE_TOKENS_PER_EXPERT else "prefill"
+    most = MX_DECODE_TOKENS_PER_EXPERT if form.is_mx else DECODE_TOKENS_PER_EXPERT
+    return "decode" if problem.tokens_per_active_expert <= most else "prefill"
 
 
 def choose(problem: MoeProblem, gpu: GpuSpec, **variant) -> MegaMoePlan:
