@@ -77,9 +77,11 @@ MODELS = {
 }
 USUAL = ("qwen3-30b-a3b", "mixtral-8x7b")
 # Ours is last: it lays the weights of gpt-oss out anew, and the others get them as they are loaded.
+# Other models are measured twice in this order, and the better median counts: decode is bound by
+# the host, and what ran first on it matters.
 IMPLEMENTATIONS = ("batched_mm", "grouped_mm", "jitmoe")
 PREFILL, PROMPT, BATCHES = 2048, 64, (1, 8, 64)
-WARMUPS, STEPS = 3, 12
+WARMUPS, STEPS = 6, 24
 DEVICE, BACKEND = "cuda", "cuda"
 
 
@@ -165,10 +167,12 @@ def rows_of(name: str, config, experts_format: str):
     points = [("prefill", PREFILL, prefill, ())]
     points += [("decode", batch, decode, (batch,)) for batch in BATCHES]
     done = {}
-    for experts in IMPLEMENTATIONS:
+    for experts in IMPLEMENTATIONS * (1 if config.model_type == "gpt_oss" else 2):
         for phase, size, work, args in points:
             if (phase, experts) != ("prefill", "batched_mm"):  # it copies a token's experts
-                done[phase, size, experts] = measure(model, experts, work, *args)
+                row, key = measure(model, experts, work, *args), (phase, size, experts)
+                if key not in done or row.get("tokens_per_s", 0) > done[key].get("tokens_per_s", 0):
+                    done[key] = row
                 torch.cuda.empty_cache()
     ours = {key[:2]: row.get("logits") for key, row in done.items() if key[2] == "jitmoe"}
     for phase, size, *_ in points:

@@ -24,8 +24,8 @@ _TILE_ROWS, _K_GROUPS = 256, 4  # of a kernel's tile; groups of 32 in a k-block
 # packed scales are larger by this, and the largest then is no NaN.
 SCALE_OFFSET = 66
 _LARGEST_SCALES = {"mxfp4_fp8": 254, "mxfp4_bf16": 254 - SCALE_OFFSET}
-# W4A8 has a scale for each row, and four bits for how far below it is that of 32 weights: e4m3 numbers
-# 2^6 as large hold such weights (templates/roles/expand.cuh).
+# W4A8 has a scale for each row, and four bits for how far below it that of 32 weights is: these,
+# 2^6 as large, are e4m3 numbers (templates/roles/expand.cuh).
 ROW_UNIT, TOP_EXPONENT = 2.0**-6, 15
 FORMATS = tuple(_LARGEST_SCALES)  # of plan.formats.FORMATS
 

@@ -18,8 +18,11 @@ from jitmoe.plan.variant import is_gated
 # read of an expert's weights costs more than half-empty tiles: decode takes 0.93 to 0.98 of
 # prefill's time at 32 of S1 to S4, 1.24 to 1.33 at 96 and 128 (H200, 2026-11-30).
 DECODE_TOKENS_PER_EXPERT = 64.0
+# Of MXFP4 beside e4m3 tokens, whose wide tiles cost the decode kernel more: prefill takes 1.05 to
+# 1.17 of its time at 16 of S1 to S3, 1.00 at 24 of S4, 0.83 to 0.88 at 32 (H200, 2026-11-30).
+MX_DECODE_TOKENS_PER_EXPERT = 24.0
 
-# Fields tried, best first: (stages, task slots, pairs sorted locally). 3 x 32 KiB in flight saturate
+# (stages, task slots, pairs sorted locally) tried, best first. 3 x 32 KiB in flight saturate
 # memory, 4 or 5 stages are steadier (decode stream, 2026-11-29). Deliver warps hold a task slot
 # for long: in prefill 3 slots beat 2 by 0.6 to 6 % at 8192 tokens, more than a fourth stage gains.
 # 4,096 pairs sorted locally, which needs no whole grid at once, are level with the grid's sort:
@@ -73,7 +76,8 @@ def bucket(problem: MoeProblem) -> str:
     form = format_of(problem.format)
     if form.is_mx and not form.quantizes:
         return "decode"
-    return "decode" if problem.tokens_per_active_expert <= DECODE_TOKENS_PER_EXPERT else "prefill"
+    most = MX_DECODE_TOKENS_PER_EXPERT if form.is_mx else DECODE_TOKENS_PER_EXPERT
+    return "decode" if problem.tokens_per_active_expert <= most else "prefill"
 
 
 def choose(problem: MoeProblem, gpu: GpuSpec, **variant) -> MegaMoePlan:
@@ -132,8 +136,8 @@ def _unroll_k(name: str, problem: MoeProblem, has_bias: bool) -> int:
     some sizes; so does 2 beyond 16 slots, where the code around the loop is longest. Tiles of 16
     k-blocks and fewer (S2) are 2 to 3 % quicker with 1; in decode 2 and 4 are no quicker than 1, or
     3 % slower at 512 tokens of S2 (H200, 2026-11-30). With biases 4 and 2 spill at some sizes. Sums
-    in bf16 need no promotion: their loop keeps the tensor cores busy as it is. Beside warps that expand
-    MXFP4, 2 are 1 % quicker than 1 at 2048 tokens of S1 and spill in traced kernels.
+    in bf16 need no promotion: their loop keeps the tensor cores busy as it is. Beside warps that
+    expand MXFP4, 2 are 1 % quicker than 1 at 2048 tokens of S1, and spill in traced kernels.
     """
     if not format_of(problem.format).quantizes or format_of(problem.format).is_mx:
         return 1

@@ -5,12 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from jitmoe.plan import mega_moe_params, mega_moe_scratch, mega_moe_smem, variant
+from jitmoe.plan import (
+    mega_moe_check,
+    mega_moe_params,
+    mega_moe_scratch,
+    mega_moe_smem,
+    variant,
+)
 from jitmoe.plan.formats import format_of
-from jitmoe.plan.gpu import KERNEL_ARCHS, GpuSpec
+from jitmoe.plan.gpu import GpuSpec
 from jitmoe.plan.memory_map import MemoryMap, Region, align, ceil_div
-from jitmoe.plan.plan import WARP_THREADS, Param, Plan, PlanError, Role
-from jitmoe.plan.problem import QUANT_GROUP, MoeProblem
+from jitmoe.plan.plan import WARP_THREADS, Param, Plan, Role
+from jitmoe.plan.problem import QUANT_GROUP
 
 
 @dataclass(frozen=True)
@@ -271,43 +277,5 @@ class MegaMoePlan(Plan):
         return mega_moe_params.params(self.trace, self.has_bias, has_channel_scales)
 
     def check(self, gpu: GpuSpec) -> None:
-        if self.arch not in KERNEL_ARCHS:
-            raise PlanError(
-                f"the kernel exists for {', '.join(KERNEL_ARCHS)}, the plan is for {self.arch}"
-            )
-        if self.bucket not in ("decode", "prefill"):
-            raise PlanError(f"bucket must be decode or prefill, got {self.bucket!r}")
-        try:
-            variant.check_function(self.activation, self.up_first, self.interleaved)
-            MoeProblem(0, self.hidden, self.intermediate, self.num_experts, self.top_k, self.format)
-        except ValueError as error:
-            raise PlanError(str(error)) from None
-        if self.expands and not self.quantizes:
-            raise PlanError(
-                f"{self.format} has the decode bucket alone, got prefill; its tokens are columns"
-            )
-        if self.num_load_stages < 3:
-            raise PlanError(
-                "the ring that weights land in needs 3 stages for loads in flight, "
-                f"got {self.num_load_stages}"
-            )
-        if self.num_stages < 2:
-            raise PlanError(f"the main loop needs 2 stages, got {self.num_stages}")
-        if self.num_task_slots < 2:
-            raise PlanError(f"claiming ahead needs 2 task slots, got {self.num_task_slots}")
-        if not self.split_tokens and not 1 <= self.num_local_pairs <= 65_535:
-            raise PlanError(
-                "rows are sorted locally by 16-bit pair numbers: room for 1 to 65,535 of them, "
-                f"got {self.num_local_pairs:,}"
-            )
-        if self.extra_tokens not in ((0, 8, 16) if self.split_tokens else (0,)):
-            allowed = "0, in prefill 8 or 16 too (columns of one multiply)"
-            raise PlanError(f"extra_tokens must be {allowed}, got {self.extra_tokens}")
-        if not 1 <= self.unroll_k <= 8:
-            raise PlanError(f"unroll_k must be from 1 to 8, got {self.unroll_k}")
+        mega_moe_check.check(self, gpu)
         super().check(gpu)
-        if gpu.num_sms > self.max_blocks:
-            raise PlanError(
-                f"counters have room for {self.max_blocks} blocks of a launch, the {gpu.name} has "
-                f"{gpu.num_sms} SMs"
-            )

@@ -36,7 +36,7 @@ def smem(plan) -> MemoryMap:
         Region("amax", "f32", (math, 64), 128, "math <-> math"),
         Region("full", "u64", (stages,), 8, f"{weights_from}, {feeder} -> math"),
         Region("empty", "u64", (stages,), 8, f"math -> {weights_from}, {feeder}"),
-        Region("preloaded", "u64", (landing,), 8, "head -> load"),
+        Region("preloaded", "u64", (stages,), 8, "head -> load"),
         Region("task_full", "u64", (slots,), 8, to_roles),
         Region("task_empty", "u64", (slots,), 8, from_roles),
         Region("task_wanted", "u64", (slots,), 8, "load -> schedule"),

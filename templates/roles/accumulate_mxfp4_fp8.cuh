@@ -114,8 +114,7 @@ DEVICE void accumulate(const Params& p, Smem& smem, Ring<kNumStages>& ring, cons
                     if (!kLoadsAhead || i == 0) load_chunks(packed, ring.stage, first, words);
                     expand_chunks(words, a);
                 }
-                start_step(tokens + piece * descriptor_step(2 * kPiece * kBlockKBytes), first, a,
-                           partial[i % 2]);
+                start_step(tokens + piece * descriptor_step(2 * kPiece * kBlockKBytes), first, a, partial[i % 2]);
                 if (kLoadsAhead && i + 1 < kSteps) load_chunks(packed, ring.stage, first + kNum, words);
             }
             if (i + 1 <= kAhead) continue;

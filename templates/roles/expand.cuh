@@ -1,10 +1,17 @@
 // The expand warps, for MXFP4 weights beside e4m3 tokens (OCP Microscaling Formats 1.0). Weights land packed, two e2m1
 // codes a byte, the first in the low half, in a ring of their own. From there these warps write them as e4m3 into the
 // weight tiles that the main loop of FP8 takes: a code's value times 2^6, and times the power of two that the scale of
-// its 32 is of the row's largest, which is the channel's scale (channel_scales.cuh). That power is 2^(exponent - 15), and
-// the products are exact but for exponent 0, of weights too small to count.
+// its 32 is of the row's largest, which is the channel's scale (channel_scales.cuh). That power is 2^(exponent - 15),
+// and the products are exact but for exponent 0, of weights too small to count.
 
 constexpr u32 kWeightArrivals = kNumExpandWarps;  // at a full stage
+
+DEVICE void init_landing(Smem& smem) {
+    for (u32 i = 0; i < kNumLoadStages; ++i) {
+        init_barrier(&smem.landed[i], 1);               // the load lane
+        init_barrier(&smem.taken[i], kNumExpandWarps);  // a lane of each expand warp
+    }
+}
 
 DEVICE u8* landing_tile(Smem& smem, u32 stage) { return smem.packed_tiles[stage]; }
 
@@ -37,10 +44,12 @@ DEVICE void fill_expansions(Smem& smem) {
 // Eight codes. A selector of bytes is three bits of a code; its sign is the fourth.
 DEVICE uint2 expand_codes(u32 codes, uint2 of_magnitude) {
     constexpr u32 kSigns = 0x80808080u;
-    const u32 magnitudes = codes & 0x77777777u, even = codes << 4;  // signs of even codes in bits 7, of odd ones in codes
+    const u32 magnitudes = codes & 0x77777777u,
+              even = codes << 4;  // signs of even codes in bits 7, of odd ones in codes
     return make_uint2(
         permute_bytes(of_magnitude.x, of_magnitude.y, magnitudes) | (permute_bytes(even, codes, 0x5140) & kSigns),
-        permute_bytes(of_magnitude.x, of_magnitude.y, magnitudes >> 16) | (permute_bytes(even, codes, 0x7362) & kSigns));
+        permute_bytes(of_magnitude.x, of_magnitude.y, magnitudes >> 16) |
+            (permute_bytes(even, codes, 0x7362) & kSigns));
 }
 
 // What a lane expands of a tile: a chunk of 32 codes of every eighth of the warp's 64 rows. TMA's 64-byte swizzle lands

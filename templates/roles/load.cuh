@@ -21,7 +21,7 @@ DEVICE void load_weights(const Params& p, Smem& smem, const Task& task, u32 slot
 }
 
 // What is in flight delays every other access to memory by its size over the bandwidth.
-constexpr u32 kPreloaded = min_of(3 * 32768 / kLandingBytes, kNumLoadStages);
+constexpr u32 kPreloaded = min_of(3 * 32768 / kLandingBytes, kNumStages);
 
 // The first tiles of the CTA's first task into the ring, on barriers of their own: the head does it as soon as it knows
 // the experts' blocks. Of GEMM 1 alone: a task of GEMM 2 may have to let an orphan go first. One lane.
@@ -59,12 +59,13 @@ DEVICE void role_load(const Params& p, Smem& smem, const Head&) {
         const u32 num = task.k_end - task.k_begin, wanted = num - min_of(num, kClaimAhead);
         for (u32 i = 0; i < num; ++i, ring.advance()) {
             if (i == wanted) arrive(&smem.task_wanted[slot.stage]);  // pairs with role_schedule
+            u64* full = landed(smem, ring.stage);
             if (i < num_preloaded) {
                 wait_for_preloaded(p, smem, i);
-                arrive(landed(smem, ring.stage));
+                arrive(full);
             } else {
                 wait_for_room(p, smem, ring);
-                load_weights(p, smem, task, slot.stage, task.k_begin + i, ring.stage, landed(smem, ring.stage));
+                load_weights(p, smem, task, slot.stage, task.k_begin + i, ring.stage, full);
             }
         }
         trace_end(p, kEventTask);

@@ -2,6 +2,8 @@
 
 constexpr u32 kWeightArrivals = 1;  // at a full stage: the load lane
 
+DEVICE void init_landing(Smem&) {}
+
 DEVICE u8* landing_tile(Smem& smem, u32 stage) { return smem.weight_tiles[stage]; }
 
 // Pairs with role_math: multiply, as the next.

@@ -174,8 +174,8 @@ DEVICE Task next_task(const Params& p, Smem& smem, const Ring<kNumTaskSlots>& sl
 // Every lane that reads the slot, after its last read.
 DEVICE void free_task(Smem& smem, Ring<kNumTaskSlots>& slot) { arrive(&smem.task_empty[slot.stage]); }
 
-// MXFP4: where the scales of the task's tile begin, as jitmoe/mxfp4.py packs them: of kMxRowWords rows as they lie in the
-// tile, f32, then kMxWords for every k-block.
+// MXFP4: where the scales of the task's tile begin, as jitmoe/mxfp4.py packs them: of kMxRowWords rows as they lie in
+// the tile, f32, then kMxWords for every k-block.
 template <typename P>
 DEVICE const float* mx_scales(const P& p, const Task& task) {
     const bool gemm_1 = task.phase == kGemm1;

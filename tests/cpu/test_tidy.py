@@ -59,6 +59,7 @@ ORDER = {
         "mega_moe_params",
         "mega_moe_scratch",
         "mega_moe_smem",
+        "mega_moe_check",
         "mega_moe",
         "heuristics",
     ],

@@ -1,0 +1,51 @@
+"""What a plan of the fused layer's kernel must be like beside what every plan must."""
+
+from __future__ import annotations
+
+from jitmoe.plan import variant
+from jitmoe.plan.gpu import KERNEL_ARCHS, GpuSpec
+from jitmoe.plan.plan import PlanError
+from jitmoe.plan.problem import MoeProblem
+
+
+def check(plan, gpu: GpuSpec) -> None:
+    """Raises PlanError, one sentence, for a MegaMoePlan that there is no kernel for."""
+    if plan.arch not in KERNEL_ARCHS:
+        raise PlanError(
+            f"the kernel exists for {', '.join(KERNEL_ARCHS)}, the plan is for {plan.arch}"
+        )
+    if plan.bucket not in ("decode", "prefill"):
+        raise PlanError(f"bucket must be decode or prefill, got {plan.bucket!r}")
+    try:
+        variant.check_function(plan.activation, plan.up_first, plan.interleaved)
+        MoeProblem(0, plan.hidden, plan.intermediate, plan.num_experts, plan.top_k, plan.format)
+    except ValueError as error:
+        raise PlanError(str(error)) from None
+    if plan.expands and not plan.quantizes:
+        raise PlanError(
+            f"{plan.format} has the decode bucket alone, got prefill; its tokens are columns"
+        )
+    if plan.num_load_stages < 3:
+        raise PlanError(
+            "the ring that weights land in needs 3 stages for loads in flight, "
+            f"got {plan.num_load_stages}"
+        )
+    if plan.num_stages < 2:
+        raise PlanError(f"the main loop needs 2 stages, got {plan.num_stages}")
+    if plan.num_task_slots < 2:
+        raise PlanError(f"claiming ahead needs 2 task slots, got {plan.num_task_slots}")
+    if not plan.split_tokens and not 1 <= plan.num_local_pairs <= 65_535:
+        raise PlanError(
+            "rows are sorted locally by 16-bit pair numbers: room for 1 to 65,535 of them, "
+            f"got {plan.num_local_pairs:,}"
+        )
+    if plan.extra_tokens not in ((0, 8, 16) if plan.split_tokens else (0,)):
+        allowed = "0, in prefill 8 or 16 too (columns of one multiply)"
+        raise PlanError(f"extra_tokens must be {allowed}, got {plan.extra_tokens}")
+    if not 1 <= plan.unroll_k <= 8:
+        raise PlanError(f"unroll_k must be from 1 to 8, got {plan.unroll_k}")
+    if gpu.num_sms > plan.max_blocks:
+        raise PlanError(
+            f"counters have room for {plan.max_blocks} blocks of a launch, the {gpu.name} has "
+            f"{gpu.num_sms} SMs"
+        )
