@@ -98,6 +98,8 @@ def exact_layer(format: str) -> reference.Layer:
     return reference.Layer(*matrices)
 
 
+# 32 weights count for certain whose scale is more than 2^-15 of their row's largest, in mxfp4_fp8.
+LEAST_EXPONENT = 15
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # of codes 0 .. 7; 8 more are negative
 _ONE = 127  # e8m0 of 1
 
@@ -111,9 +113,9 @@ class EveryCode(NamedTuple):
 
 
 def every_code(num_tokens: int) -> EveryCode:
-    """Each row of w13 and w2 has one code that counts, whose scale is from 1 to 2^-14 of the row's
-    largest; in w2 that is every code with every such distance. Others are zeros, with scales of any
-    size.
+    """Each row of w13 and w2 has one code that is not zero, whose scale is the row's largest or
+    smaller, as long as it counts; in w2 that is every code with every such distance. Scales of
+    zeros are of any size.
 
     x is 1, and 14 in channel 1 of a group of 128: scales of tokens are 2^-5. Gates are 64, whose
     silu they are; ups are whole numbers up to 14, of which every group has one.
@@ -129,9 +131,9 @@ def every_code(num_tokens: int) -> EveryCode:
         or the same one for no distance.
         """
         rows = np.arange(len(counts))
-        largest = _ONE + exponents + rows % 15
+        largest = _ONE + exponents + rows % LEAST_EXPONENT
         scales = largest[:, None] - rng.integers(0, 30, (len(rows), groups))
-        scales[rows, (counts + 1 + rows // 15 % (groups - 1)) % groups] = largest
+        scales[rows, (counts + 1 + rows // LEAST_EXPONENT % (groups - 1)) % groups] = largest
         scales[rows, counts] = _ONE + exponents
         return scales.astype(np.uint8)
 
@@ -149,10 +151,12 @@ def every_code(num_tokens: int) -> EveryCode:
     put(w13, places, np.concatenate([np.full(half, 6), up_codes]))  # gates: 4, times 16
     w13_scale = scales_of(hidden // 32, places // 32, np.repeat([4, 0], half))
 
-    codes, picked, exponents = np.r_[1:8, 9:16][rows % 14], rows * 37 % half, rows % 11 - 5
+    codes = np.r_[1:8, 9:16][rows // LEAST_EXPONENT % 14]
+    picked, exponents = rows * 37 % half, rows % 11 - 5
     put(w2, picked, codes)
     w2_scale = scales_of(half // 32, picked // 32, exponents)
-    assert len(set(zip(codes, rows % 15, strict=True))) == 14 * 15
+    pairs = set(zip(codes, rows % LEAST_EXPONENT, strict=True))
+    assert len(pairs) == 14 * LEAST_EXPONENT
 
     x = np.ones((num_tokens, hidden), np.float32)
     x[:, LARGEST::128] = 14

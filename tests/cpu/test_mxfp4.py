@@ -3,6 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
+from exact import LEAST_EXPONENT
 
 from jitmoe import fp8
 from jitmoe.mxfp4 import dequantize_mxfp4, pack_scales, packed_shape, quantize_mxfp4
@@ -208,7 +209,7 @@ def exponents_slowly(scales, gate_up):
         warp, i, eighth = in_tile // 64, in_tile % 8, in_tile // 8 % 8
         for group, code in enumerate(codes):
             at = 1024 + group // 4 * 512 + warp * 128 + i * 16 + eighth * 2 + group % 4 // 2
-            exponent = max(15 - (max(codes) - code), 0)
+            exponent = max(LEAST_EXPONENT - (max(codes) - code), 0)
             packed[expert, tile, at] |= exponent << 4 * (group % 2)
     return packed.view("<u4")
 
@@ -233,16 +234,18 @@ def test_pack_scales(rows, groups, gate_up, format):
 
 
 def test_every_distance_from_the_largest():
-    """Exponents end at 0: of 2^-15 of the row's largest scale and of anything less."""
-    distances = np.array([0, 1, 2, 13, 14, 15, 16, 100])
+    """Exponents end at 0: of the least scale that counts, and of anything less."""
+    top = LEAST_EXPONENT
+    distances = np.array([0, 1, 2, top - 1, top, top + 1, top + 2, 100])
     scales = np.full((1, 256, 8), 200, np.uint8)
     scales[0, :8, 0] = 200 - distances
     scales[0, 8:16, 7] = 200 - distances
     packed = pack_scales(scales, "mxfp4_fp8", None)[0, 0]
-    halves = packed[256:].view("<u2").reshape(2, 256)  # of k-blocks
-    wanted = [15, 14, 13, 2, 1, 0, 0, 0]
-    assert (halves[0, ::8][:8] & 15).tolist() == wanted and (halves[0] >> 4 == 0xFFF).all()
-    assert (halves[1, 1::8][:8] >> 12).tolist() == wanted and (halves[1] & 0xFFF == 0xFFF).all()
+    halves = packed[256:].view("<u2").reshape(2, 4, 8, 8)  # k-blocks, warps, rows of 8 by column
+    nibbles = halves[..., None] >> np.array([0, 4, 8, 12]) & 15
+    wanted = np.full((2, 4, 8, 8, 4), top)
+    wanted[0, 0, :, 0, 0] = wanted[1, 0, :, 1, 3] = [top, top - 1, top - 2, 1, 0, 0, 0, 0]
+    assert np.array_equal(nibbles, wanted)
     assert (packed[:256].view(F32) == 2.0 ** (200 - 133)).all(), "another chunk has the largest"
 
 

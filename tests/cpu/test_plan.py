@@ -9,6 +9,7 @@ import pytest
 from jitmoe.plan.gpu import GPUS, gpu_spec, match_device
 from jitmoe.plan.heuristics import (
     DECODE_TOKENS_PER_EXPERT,
+    MX_DECODE_TOKENS_PER_EXPERT,
     SIZES,
     bucket,
     choose,
@@ -561,9 +562,10 @@ def mx_prefill():
 
 
 def test_buckets_of_mxfp4():
-    """Beside e4m3 tokens those of FP8; bf16 tokens have decode alone."""
+    """Beside e4m3 tokens both; bf16 tokens have decode alone."""
     limit = decode_limit(MX)
-    assert limit == decode_limit(replace(MX, format="fp8_block")) < MAX_TOKENS
+    loads = [with_tokens(MX, n).tokens_per_active_expert for n in (limit, limit + 1)]
+    assert loads[0] <= MX_DECODE_TOKENS_PER_EXPERT < loads[1] and limit < decode_limit(S1)
     buckets = [choose(with_tokens(MX, n), H200).bucket for n in (0, 1, limit, limit + 1, 8192)]
     assert buckets == ["decode"] * 3 + ["prefill"] * 2
     in_bf16 = replace(MX, format="mxfp4_bf16")
