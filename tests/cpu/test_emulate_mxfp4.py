@@ -16,13 +16,6 @@ from exact import (
     exact_layer,
     intermediate_of,
 )
-    LEAST_EXPONENT,
-    NUM_EXPERTS,
-    every_code,
-    exact_inputs,
-    exact_layer,
-    intermediate_of,
-)
 
 from jitmoe import Activation, ExpertWeights, fp8, mega_moe, reference, trace
 from jitmoe.emulate.compile import NoHostCompiler, compiler
