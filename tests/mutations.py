@@ -66,7 +66,7 @@ REPLACEMENTS = (
     (r"0x5410\b", "0x7632"),
     (r"0x5140\b", "0x7362"),
     (r"0x7362\b", "0x5140"),
-    (r" \| \(permute_bytes\(even, codes, \w+\) & kSigns\)", ""),
+    (r"\s\|\s+\(permute_bytes\(even, codes, \w+\) & kSigns\)", ""),
     (r"parity \^ 1", "parity"),
     (r"\) wanted = slot;", ") wanted = wanted;"),
     (r"is_stale \|=", "is_stale ="),
@@ -118,7 +118,10 @@ TERMS = (
     r"\bwarp \* 8\b",
     r"\b8 \* c\b",
     r"\(first \+ \w\) (?:/|%) \w+(?: \* (?:kHalfTile|64))?",
-    r"c\.(?:place|chunk) \* \d+",
+    r"(?:c|mine)\.(?:place|chunk) \* \d+",
+    r"(?<=c\.row \+ )i \* 8",
+    r"\bi \* \(8 \* kBlockKBytes\)",
+    r"rows \* \(kRowsALane \* 2\)",
     r"(?:c\.)?row / 64 \* 8",
     r"(?:c\.)?row % 8",
     r"pair \* 4",
@@ -157,6 +160,7 @@ EQUIVALENT = {
     "roles/schedule.cuh: k * (part + 1) / parts -> k": "the first part is the whole tile then, "
     "which finishes it, and the others' sums are never joined",
     "roles/feed.cuh: task.k_begin -> 0": "prefill has no parts: it is 0",
+    "roles/expand.cuh: task.k_begin -> 0": "the same",
     "roles/bias.cuh: without sync_warp();": "only keeps the compiler from loading all ahead",
     "roles/routing.cuh: load_relaxed_gpu( -> *(": "behind the grid barrier a plain load will do",
 }
