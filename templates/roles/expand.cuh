@@ -22,23 +22,10 @@ DEVICE void wait_for_room(const Params& p, Smem& smem, const Ring<kNumLoadStages
     wait_barrier(p, kWaitTaken, &smem.taken[ring.stage], ring.stage, ring.empty_parity());
 }
 
-// The magnitude of a code times 2^(exponent - 9), in e4m3: its exponent is bits 3..6.
-DEVICE u32 expansion(u32 code, u32 exponent) {
-    if (code == 0 || exponent == 0) return 0;
-    const u32 significand = code == 1 ? 8 : 8 | code % 2 << 2;  // 0.5 is 2^-1, as if it were normal
-    const i32 biased = i32(code / 2 + exponent) - 3;
-    return biased > 0 ? u32(biased) << 3 | significand % 8 : significand >> (1 - biased);
-}
-
-// Of all exponents, the codes' bytes in their order. Published by the barriers of the head.
-DEVICE void fill_expansions(Smem& smem) {
-    const u32 exponent = thread_idx();
-    if (exponent >= 16) return;
-    for (u32 half = 0; half < 2; ++half) {
-        u32 bytes = 0;
-        for (u32 i = 0; i < 4; ++i) bytes |= expansion(half * 4 + i, exponent) << 8 * i;
-        smem.expansions[exponent][half] = bytes;
-    }
+// Bytes of the eight magnitudes, times 2^(exponent - 6). e4m3 has its exponent in bits 3..6: that of 0.5 is the
+// chunk's.
+DEVICE uint2 magnitudes_of(u32 exponent) {
+    return make_uint2(exponent * 0x08080800u + 0x0c080000u, exponent * 0x08080808u + 0x1c181410u);
 }
 
 // Eight codes. A selector of bytes is three bits of a code; its sign is the fourth.
@@ -60,50 +47,30 @@ struct Chunks {
     u32 chunk;
 };
 
-// Of its eight rows, two at a time: the next are loaded before these are stored.
-constexpr u32 kRowsALane = 8, kRowsAtOnce = 2, kSteps = kRowsALane / kRowsAtOnce;
+constexpr u32 kRowsALane = 8, kRowsAhead = 2;  // loaded before the first is stored
 
 DEVICE Chunks find_chunks() {
     const u32 lane = lane_idx(), row = (warp_idx() - kExpandWarpBegin) * 64 + lane / 4;
     return {row, lane % 4, lane % 4 ^ row / 2 % 4};
 }
 
-struct Expandable {
-    uint4 codes[kRowsAtOnce];
-    uint2 of_magnitude[kRowsAtOnce];
-};
-
-// Rows number `first` .. of the lane.
-DEVICE void load_chunks(const Smem& smem, const Chunks& c, u32 stage, u32 first, Expandable& chunks) {
-    const u8* packed = smem.packed_tiles[stage] + c.row * kWeightKBytes + c.place * 16;
-    // Of a row's chunks, 4 bits each; those of a lane's rows lie together (jitmoe/mxfp4.py).
-    const u8* exponents = smem.weight_scales[stage] + (c.row / 64 * 8 + c.row % 8) * (kRowsALane * 2);
-    u32 pairs[kRowsAtOnce / 2];
-#pragma unroll
-    for (u32 i = 0; i < kRowsAtOnce / 2; ++i) pairs[i] = reinterpret_cast<const u32*>(exponents)[first / 2 + i];
-#pragma unroll
-    for (u32 i = 0; i < kRowsAtOnce; ++i) {
-        chunks.codes[i] = *reinterpret_cast<const uint4*>(packed + (first + i) * (8 * kWeightKBytes));
-    }
-#pragma unroll
-    for (u32 i = 0; i < kRowsAtOnce; ++i) {
-        const u32 exponent = pairs[i / 2] >> (i % 2 * 16 + c.chunk * 4) & 15;
-        chunks.of_magnitude[i] = *reinterpret_cast<const uint2*>(smem.expansions[exponent]);
-    }
+DEVICE uint4 load_codes(const Smem& smem, const Chunks& c, u32 stage, u32 i) {
+    return *reinterpret_cast<const uint4*>(smem.packed_tiles[stage] + (c.row + i * 8) * kWeightKBytes + c.place * 16);
 }
 
-DEVICE void store_chunks(Smem& smem, const Chunks& c, u32 stage, u32 first, const Expandable& chunks) {
-    u8* tile = smem.weight_tiles[stage] + first * (8 * kBlockKBytes);
-    const u32 low = swizzle_128(c.row, 2 * c.chunk), high = swizzle_128(c.row, 2 * c.chunk + 1);
-#pragma unroll
-    for (u32 i = 0; i < kRowsAtOnce; ++i, tile += 8 * kBlockKBytes) {
-        const uint4 codes = chunks.codes[i];
-        const uint2 table = chunks.of_magnitude[i];
-        const uint2 x = expand_codes(codes.x, table), y = expand_codes(codes.y, table);
-        const uint2 z = expand_codes(codes.z, table), w = expand_codes(codes.w, table);
-        *reinterpret_cast<uint4*>(tile + low) = make_uint4(x.x, x.y, y.x, y.y);
-        *reinterpret_cast<uint4*>(tile + high) = make_uint4(z.x, z.y, w.x, w.y);
-    }
+// Of the chunks of the lane's rows, 16 bits a row (jitmoe/mxfp4.py).
+DEVICE uint4 load_exponents(const Smem& smem, const Chunks& c, u32 stage) {
+    const u32 rows = c.row / 64 * 8 + c.row % 8;
+    return *reinterpret_cast<const uint4*>(smem.weight_scales[stage] + rows * (kRowsALane * 2));
+}
+
+DEVICE void store_chunk(Smem& smem, const Chunks& c, u32 stage, u32 i, uint4 codes, u32 exponent) {
+    const uint2 table = magnitudes_of(exponent);
+    const uint2 x = expand_codes(codes.x, table), y = expand_codes(codes.y, table);
+    const uint2 z = expand_codes(codes.z, table), w = expand_codes(codes.w, table);
+    u8* row = smem.weight_tiles[stage] + i * (8 * kBlockKBytes);
+    *reinterpret_cast<uint4*>(row + swizzle_128(c.row, 2 * c.chunk)) = make_uint4(x.x, x.y, y.x, y.y);
+    *reinterpret_cast<uint4*>(row + swizzle_128(c.row, 2 * c.chunk + 1)) = make_uint4(z.x, z.y, w.x, w.y);
 }
 
 DEVICE void role_expand(const Params& p, Smem& smem, const Head&) {
@@ -118,13 +85,19 @@ DEVICE void role_expand(const Params& p, Smem& smem, const Head&) {
         trace_task(p, task);
         for (u32 k = task.k_begin; k < task.k_end; ++k, packed.advance(), ring.advance()) {
             wait_barrier(p, kWaitLanded, &smem.landed[packed.stage], packed.stage, packed.parity());
-            Expandable chunks[2];
-            load_chunks(smem, mine, packed.stage, 0, chunks[0]);
+            const uint4 four = load_exponents(smem, mine, packed.stage);
+            const u32 exponents[kRowsALane / 2] = {four.x, four.y, four.z, four.w};
+            uint4 codes[kRowsAhead];
+#pragma unroll
+            for (u32 i = 0; i < kRowsAhead; ++i) codes[i] = load_codes(smem, mine, packed.stage, i);
             wait_barrier(p, kWaitStageEmpty, &smem.empty[ring.stage], ring.stage, ring.empty_parity());
 #pragma unroll
-            for (u32 i = 0; i < kSteps; ++i) {
-                if (i + 1 < kSteps) load_chunks(smem, mine, packed.stage, (i + 1) * kRowsAtOnce, chunks[(i + 1) % 2]);
-                store_chunks(smem, mine, ring.stage, i * kRowsAtOnce, chunks[i % 2]);
+            for (u32 i = 0; i < kRowsALane; ++i) {
+                const u32 exponent = exponents[i / 2] >> (i % 2 * 16 + mine.chunk * 4) & 15;
+                store_chunk(smem, mine, ring.stage, i, codes[i % kRowsAhead], exponent);
+                if (i + kRowsAhead < kRowsALane) {
+                    codes[i % kRowsAhead] = load_codes(smem, mine, packed.stage, i + kRowsAhead);
+                }
             }
             fence_async_shared();  // the tensor cores read the tile
             sync_warp();
