@@ -70,13 +70,9 @@ def floor(problem: MoeProblem, gpu: GpuSpec) -> Floor:
 
 
 def bucket(problem: MoeProblem) -> str:
-    """The bucket of a problem; the kernel depends on the token count through it alone. Weights that
-    are expanded into registers have tokens as columns always, as decode does.
-    """
-    form = format_of(problem.format)
-    if form.is_mx and not form.quantizes:
-        return "decode"
-    most = MX_DECODE_TOKENS_PER_EXPERT if form.is_mx else DECODE_TOKENS_PER_EXPERT
+    """The bucket of a problem; the kernel depends on the token count through it alone."""
+    is_mx = format_of(problem.format).is_mx
+    most = MX_DECODE_TOKENS_PER_EXPERT if is_mx else DECODE_TOKENS_PER_EXPERT
     return "decode" if problem.tokens_per_active_expert <= most else "prefill"
 
 
@@ -123,10 +119,12 @@ def choose(problem: MoeProblem, gpu: GpuSpec, **variant) -> MegaMoePlan:
 
 def _registers(name: str, problem: MoeProblem) -> tuple[int, int]:
     """Of the warps beside math, and of math: of those that no kernel of the bucket spills with."""
-    is_mx = format_of(problem.format).is_mx
+    form = format_of(problem.format)
+    if name == "prefill" and form.is_mx:
+        return (48, 208) if form.quantizes else (64, 192)
     if name == "prefill":
-        return (48, 208) if is_mx else (56, 224)
-    return (96, 160) if problem.gated or not is_mx else (88, 168)
+        return 56, 224
+    return (96, 160) if problem.gated or not form.is_mx else (88, 168)
 
 
 def _unroll_k(name: str, problem: MoeProblem, has_bias: bool) -> int:

@@ -21,10 +21,6 @@ def check(plan, gpu: GpuSpec) -> None:
         MoeProblem(0, plan.hidden, plan.intermediate, plan.num_experts, plan.top_k, plan.format)
     except ValueError as error:
         raise PlanError(str(error)) from None
-    if plan.expands and not plan.quantizes:
-        raise PlanError(
-            f"{plan.format} has the decode bucket alone, got prefill; its tokens are columns"
-        )
     if plan.num_load_stages < 3:
         raise PlanError(
             "the ring that weights land in needs 3 stages for loads in flight, "
