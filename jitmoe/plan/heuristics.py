@@ -34,8 +34,8 @@ SIZES = {
 }
 # MXFP4's stages are half as large.
 MX_SIZES = tuple((num_stages, *more) for num_stages in range(9, 2, -1) for more in _LOCAL)
-# With stages of weights that wait to be expanded.
-EXPAND_SIZES = ((3, 3, 0, 3), (3, 2, 0, 3))
+# With stages of weights that wait to be expanded. Guess.
+EXPAND_SIZES = ((3, 3, 0, 3), (3, 3, 0, 2), (3, 2, 0, 2), (2, 3, 0, 2))
 
 # Rows beyond full tiles that an expert's last takes along in prefill, where a tile of their own
 # would read its weights again: 512 tokens of S1 and S3 -6 and -8 %, 2048 of S2 -4 %. 32 instead of
