@@ -11,7 +11,7 @@ import numpy as np
 
 from jitmoe import reference
 from jitmoe.fp8 import dequantize_weights, encode_bf16, encode_e4m3, quantize_tokens
-from jitmoe.mxfp4 import quantize_mxfp4
+from jitmoe.mxfp4 import dequantize_mxfp4, quantize_mxfp4
 from jitmoe.plan.formats import format_of
 
 # Ragged ends of both GEMMs' tiles, and scale blocks that hold gate and up.
@@ -96,3 +96,72 @@ def exact_layer(format: str) -> reference.Layer:
             codes, scales = quantize_mxfp4(np.stack([dequantize_weights(*pair) for pair in pairs]))
         matrices += [codes, scales]
     return reference.Layer(*matrices)
+
+
+# 32 weights count for certain whose scale is more than 2^-15 of their row's largest, in mxfp4_fp8.
+LEAST_EXPONENT = 15
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # of codes 0 .. 7; 8 more are negative
+_ONE = 127  # e8m0 of 1
+
+
+class EveryCode(NamedTuple):
+    """A layer in MXFP4 of one expert, a call (x in bf16, ids, weights) and what y is, float64."""
+
+    layer: reference.Layer
+    call: tuple[np.ndarray, ...]
+    y: np.ndarray
+
+
+def every_code(num_tokens: int) -> EveryCode:
+    """Each row of w13 and w2 has one code that is not zero, whose scale is the row's largest or
+    smaller, as long as it counts; in w2 that is every code with every such distance. Scales of
+    zeros are of any size.
+
+    x is 1, and 14 in channel 1 of a group of 128: scales of tokens are 2^-5. Gates are 64, whose
+    silu they are; ups are whole numbers up to 14, of which every group has one.
+    """
+    hidden, half, rng = 512, 256, np.random.default_rng(0)
+
+    def put(codes, channels, code):
+        """One code in each row of packed ones that are zero."""
+        codes[np.arange(len(codes)), channels // 2] = code << channels % 2 * 4
+
+    def scales_of(groups, counts, exponents):
+        """Those of the chunks that count are 2^exponent; some other chunk has the row's largest,
+        or the same one for no distance.
+        """
+        rows = np.arange(len(counts))
+        largest = _ONE + exponents + rows % LEAST_EXPONENT
+        scales = largest[:, None] - rng.integers(0, 30, (len(rows), groups))
+        scales[rows, (counts + 1 + rows // LEAST_EXPONENT % (groups - 1)) % groups] = largest
+        scales[rows, counts] = _ONE + exponents
+        return scales.astype(np.uint8)
+
+    def numbers_of(codes):
+        return _E2M1[codes % 8] * np.where(codes < 8, 1, -1)
+
+    channels, rows = np.arange(half), np.arange(hidden)
+    w13 = np.zeros((2 * half, hidden // 2), np.uint8)
+    w2 = np.zeros((hidden, half // 2), np.uint8)
+    up_codes = np.array([2, 4, 5, 6, 10, 12, 13, 14])[channels % 8]  # 1 to 4, and negative
+    ups, places = numbers_of(up_codes), channels * 84 % hidden
+    is_largest = channels % 64 == 5
+    up_codes[is_largest], ups[is_largest], places[is_largest] = 2, 14, 129
+    places = np.concatenate([np.zeros(half, int), places])
+    put(w13, places, np.concatenate([np.full(half, 6), up_codes]))  # gates: 4, times 16
+    w13_scale = scales_of(hidden // 32, places // 32, np.repeat([4, 0], half))
+
+    codes = np.r_[1:8, 9:16][rows // LEAST_EXPONENT % 14]
+    picked, exponents = rows * 37 % half, rows % 11 - 5
+    put(w2, picked, codes)
+    w2_scale = scales_of(half // 32, picked // 32, exponents)
+    pairs = set(zip(codes, rows % LEAST_EXPONENT, strict=True))
+    assert len(pairs) == 14 * LEAST_EXPONENT
+
+    x = np.ones((num_tokens, hidden), np.float32)
+    x[:, LARGEST::128] = 14
+    assert np.array_equal(dequantize_mxfp4(w13, w13_scale) @ x[0], [*[64.0] * half, *ups])
+    layer = reference.Layer(w13[None], w13_scale[None], w2[None], w2_scale[None])
+    router = np.zeros((num_tokens, 1), np.int32), np.ones((num_tokens, 1), np.float32)
+    y = 64 * ups[picked] * numbers_of(codes) * 2.0**exponents
+    return EveryCode(layer, (encode_bf16(x), *router), np.tile(y, (num_tokens, 1)))

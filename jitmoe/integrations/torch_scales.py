@@ -87,10 +87,10 @@ def pack_scales(scale: torch.Tensor, format: str, gate_up: str | None = None) ->
     largest = codes.amax(-1, keepdim=True)
     exponents = TOP_EXPONENT - (largest - codes).clamp(max=TOP_EXPONENT)
     exponents = torch.nn.functional.pad(exponents, num_pads)
-    pairs = exponents[..., ::2] | exponents[..., 1::2] << 4
-    of_blocks = _in_tiles(pairs.view(torch.int16), format, gate_up).view(torch.int32)
+    pairs = (exponents[..., ::2] | exponents[..., 1::2] << 4).contiguous()
+    of_blocks = _in_tiles(pairs.view(torch.int16), format, gate_up).flatten(2)
     of_rows = _in_tiles((_widened(largest) * ROW_UNIT).view(torch.int32), None, gate_up)
-    return torch.cat([of_rows.flatten(2), of_blocks.flatten(2)], dim=-1)
+    return torch.cat([of_rows.flatten(2), of_blocks.view(torch.int32)], dim=-1)
 
 
 def _in_tiles(values: torch.Tensor, format: str | None, gate_up: str | None) -> torch.Tensor:

@@ -15,7 +15,7 @@ from jitmoe.plan import (
 from jitmoe.plan.formats import format_of
 from jitmoe.plan.gpu import GpuSpec
 from jitmoe.plan.memory_map import MemoryMap, Region, align, ceil_div
-from jitmoe.plan.plan import WARP_THREADS, Param, Plan, Role
+from jitmoe.plan.plan import WARP_THREADS, Param, Plan, PlanError, Role
 from jitmoe.plan.problem import QUANT_GROUP
 
 
@@ -290,5 +290,10 @@ class MegaMoePlan(Plan):
         return mega_moe_params.params(self.trace, self.has_bias, has_channel_scales)
 
     def check(self, gpu: GpuSpec) -> None:
-        mega_moe_check.check(self, gpu)
+        mega_moe_check.check(self)
         super().check(gpu)
+        if gpu.num_sms > self.max_blocks:
+            raise PlanError(
+                f"counters have room for {self.max_blocks} blocks of a launch, the {gpu.name} has "
+                f"{gpu.num_sms} SMs"
+            )

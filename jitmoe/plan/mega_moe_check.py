@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from jitmoe.plan import variant
-from jitmoe.plan.gpu import KERNEL_ARCHS, GpuSpec
+from jitmoe.plan.gpu import KERNEL_ARCHS
 from jitmoe.plan.plan import PlanError
 from jitmoe.plan.problem import MoeProblem
 
 
-def check(plan, gpu: GpuSpec) -> None:
+def check(plan) -> None:
     """Raises PlanError, one sentence, for a MegaMoePlan that there is no kernel for."""
     if plan.arch not in KERNEL_ARCHS:
         raise PlanError(
@@ -41,8 +41,3 @@ def check(plan, gpu: GpuSpec) -> None:
         raise PlanError(f"extra_tokens must be {allowed}, got {plan.extra_tokens}")
     if not 1 <= plan.unroll_k <= 8:
         raise PlanError(f"unroll_k must be from 1 to 8, got {plan.unroll_k}")
-    if gpu.num_sms > plan.max_blocks:
-        raise PlanError(
-            f"counters have room for {plan.max_blocks} blocks of a launch, the {gpu.name} has "
-            f"{gpu.num_sms} SMs"
-        )

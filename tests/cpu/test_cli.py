@@ -84,11 +84,16 @@ def test_variants():
         assert "got 'up'; say" in refusal(command, *SMALL, "--gate-up", "up")
         assert "got 'fp8_row'; take" in refusal(command, *SMALL, "--format", "fp8_row")
     for format in FORMATS:
-        text = invoke("show", *SMALL, "--intermediate", 160, "--format", format, "--plain").stdout
-        scaled = int(format in ("fp8_channel", "fp8_tensor"))
-        assert f"constexpr u32 kChannelScales = {scaled};" in text
-        is_mx = int(format.startswith("mxfp4"))
-        assert f"constexpr u32 kHasChunkScales = {is_mx};" in text
+        options = ["--intermediate", 160, "--format", format, "--plain"]
+        scaled = int(format in ("fp8_channel", "fp8_tensor", "mxfp4_fp8"))
+        is_mx, expands = int(format.startswith("mxfp4")), int(format == "mxfp4_fp8")
+        for num_tokens, wanted in [
+            (1, {"ChannelScales": scaled, "HasChunkScales": is_mx, "Expands": 0}),
+            (8192, {"HasChunkScales": is_mx - expands, "Expands": expands}),
+        ]:
+            text = invoke("show", *SMALL, *options, "--tokens", num_tokens).stdout
+            for name, value in wanted.items():
+                assert f"constexpr u32 k{name} = {value};" in text, (format, num_tokens)
     text = refusal("show", *SMALL, "--format", "mxfp4_fp8")
     assert "intermediate must be a multiple of 32 up to 32,768, got 144" in text
 

@@ -8,7 +8,7 @@ from jitmoe.bench.points import SHAPES
 from jitmoe.jit.build import build_many
 from jitmoe.plan.formats import format_of
 from jitmoe.plan.gpu import gpu_spec
-from jitmoe.plan.heuristics import choose, plans_of_model
+from jitmoe.plan.heuristics import plans_of_model
 from jitmoe.plan.models import MODELS, ModelShape
 from jitmoe.plan.problem import MoeProblem
 
@@ -79,6 +79,7 @@ NO_GATE = [
     ("gelu_erf_no_gate", "bf16", True),
     ("relu2_no_gate", "mxfp4_fp8", False),
     ("silu_no_gate", "mxfp4_fp8", True),
+    ("gelu_erf_no_gate", "mxfp4_fp8", False),
     ("gelu_erf_no_gate", "mxfp4_bf16", True),
 ]
 
@@ -107,8 +108,8 @@ def shipped_plans():
     for (name, format), shape in MX_SHAPES.items():
         for said, fields in MX_FIELDS.items():
             traced = {"trace": "traced" in said}
-            plan = choose(replace(shape, num_tokens=1, format=format), gpu, **fields)
-            plans[replace(plan, **traced)] = f"{format} {name}{said}"
+            for plan in plans_of_model(replace(shape, format=format), gpu, **fields).values():
+                plans[replace(plan, **traced)] = f"{format} {name} {plan.bucket}{said}"
     for shape in (ODD_SHAPES[0], BF16_SHAPES[2], RAGGED):
         for kind, format, has_bias in NO_GATE:
             alone, form = replace(shape, activation=kind, has_bias=has_bias), format_of(format)
@@ -147,3 +148,5 @@ def test_compiles_clean(plan, outcomes):
 def test_every_preset_is_covered():
     assert set(USUAL_EP) == set(MODELS)
     assert {plan.bucket for plan in PLANS} == {"decode", "prefill"}
+    in_mx = {(plan.format, plan.bucket) for plan in PLANS if plan.is_mx}
+    assert in_mx == {("mxfp4_fp8", "decode"), ("mxfp4_fp8", "prefill"), ("mxfp4_bf16", "decode")}

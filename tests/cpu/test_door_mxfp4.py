@@ -54,7 +54,33 @@ def test_weights_are_read(format):
     assert weights.format == weights.problem(1, 2).format == format
     assert repr(weights).endswith(f"device=host, format={format!r})")
     codes = 3 * EXPERTS * HIDDEN * INTERMEDIATE // 2
-    assert weights.num_bytes == codes + 4 * EXPERTS * 256 * (1 * 2 + 1 * 1), "whole tiles of scales"
+    # Whole tiles, 1 of w13 and of w2, of 2 k-blocks and 1: four bytes a row, or two beside f32.
+    row_bytes = 4 * (2 + 1) if format == "mxfp4_bf16" else 2 * 4 + 2 * (2 + 1)
+    assert weights.num_bytes == codes + EXPERTS * 256 * row_bytes
+
+
+def test_largest_scales_are_taken():
+    """Up to 2^127 beside e4m3 tokens, whose kernels multiply by them last."""
+    assert wrap(w2_scale=too_large(254)).format == "mxfp4_fp8"
+    assert wrap("mxfp4_bf16", w2_scale=too_large(188)).format == "mxfp4_bf16"
+
+
+@emulated
+@pytest.mark.parametrize("gate_up", ["gate_first", "up_first", "interleaved"])
+def test_results_in_prefill(gate_up):
+    """Tokens in bf16 and in e4m3, with a scale for each 128 channels, each token, all."""
+    num_tokens = 200
+    x, *routing = reference.random_tokens(num_tokens, HIDDEN, EXPERTS, TOP_K, 3, "unused")
+    weights = wrap(gate_up=gate_up)
+    assert choose(weights.problem(num_tokens, TOP_K), GPUS["h200"]).bucket == "prefill"
+    for scales in (None, "group", "token", "tensor"):
+        codes = fp8.quantize_tokens(x, scales=scales or "group")
+        given = fp8.encode_bf16(x) if scales is None else codes
+        y = mega_moe(given, *routing, weights, backend="emulated")
+        ref = reference.mega_moe(
+            *codes, *routing, *LAYER, requantize=True, format="mxfp4_fp8", gate_up=gate_up
+        )
+        assert reference.relative_error(y, ref) < 4e-3
 
 
 @emulated
@@ -117,8 +143,8 @@ def test_codes_are_views_and_scales_are_copies(format):
 FLOATS = np.ones((EXPERTS, 2 * INTERMEDIATE, HIDDEN // 32), np.float32)
 
 
-def too_large(code):
-    scales = LAYER.w2_scale.copy()
+def too_large(code, scales=LAYER.w2_scale):
+    scales = scales.copy()
     scales[2, 17, 1] = code
     return scales
 
@@ -160,10 +186,10 @@ def too_large(code):
             ["w2_scale must have shape [4, 256, 3], got [3, 256, 3]; pass a scale for each 32"],
         ),
         (
-            {"w2_scale": too_large(237)},
-            ["w2_scale: scales of mxfp4_fp8 must be up to 2^109", "237"],
+            {"w2_scale": too_large(255)},
+            ["w2_scale: scales of mxfp4_fp8 must be up to 2^127, got e8m0 code 255; 255 is NaN: "],
         ),
-        ({"w2_scale": too_large(255)}, ["w2_scale: ", "got e8m0 code 255; 255 is NaN: look"]),
+        ({"w13_scale": too_large(255, LAYER.w13_scale)}, ["w13_scale: ", "code 255; 255 is NaN"]),
         (
             {"w2_scale": too_large(189), "format": "mxfp4_bf16"},
             ["w2_scale: scales of mxfp4_bf16 must be up to 2^61, got e8m0 code 189"],

@@ -9,7 +9,6 @@ import pytest
 from jitmoe import fp8, reference
 from jitmoe.emulate.compile import NoHostCompiler, compiler
 from jitmoe.emulate.mega_moe import EmulatedLayer
-from jitmoe.plan.formats import format_of
 from jitmoe.plan.gpu import GPUS
 from jitmoe.plan.heuristics import plans_of_model
 from jitmoe.plan.models import MODELS, model_shape
@@ -23,20 +22,25 @@ except NoHostCompiler as error:
 
 NUM_TOKENS = {"decode": 20, "prefill": 60}
 NAMES = list(MODELS)
-KERNELS = [  # those of MXFP4 are of decode alone
-    pytest.param(name, bucket, id=f"{name}-{bucket}")
-    for name, model in MODELS.items()
-    for bucket in list(NUM_TOKENS)[: 1 if format_of(model.format).is_mx else 2]
+# And as checkpoints with experts in MXFP4 run.
+FORMATS = [(name, model.format) for name, model in MODELS.items()] + [
+    ("deepseek-v4-flash", "mxfp4_fp8"),
+    ("deepseek-v4-pro", "mxfp4_fp8"),
+]
+KERNELS = [  # MXFP4 beside bf16 has decode alone
+    pytest.param(name, format, bucket, id=f"{name}-{format}-{bucket}")
+    for name, format in FORMATS
+    for bucket in list(NUM_TOKENS)[: 1 if format == "mxfp4_bf16" else 2]
 ]
 
 
-def small_plan(model: str, bucket: str):
+def small_plan(model: str, format: str, bucket: str):
     """Stages, registers, unrolling and sorting of the model's own plan; fewer channels and experts,
     with a remainder behind the unrolled loop and in the last tile.
     """
     shape = model_shape(model)
-    fields = shape.variant.plan_fields
-    plan = plans_of_model(shape.problem(1, 1), GPUS["h200"], **fields)[bucket]
+    fields, problem = shape.variant.plan_fields, shape.problem(1, 1, format=format)
+    plan = plans_of_model(problem, GPUS["h200"], **fields)[bucket]
     intermediate = 256 if shape.intermediate % 256 == 0 else 128 + shape.intermediate % 128
     sizes = {"hidden": 640, "intermediate": intermediate, "num_experts": max(10, shape.top_k)}
     return dataclasses.replace(plan, **sizes)
@@ -60,18 +64,18 @@ def layers():
     return get
 
 
-@pytest.mark.parametrize("model, bucket", KERNELS)
-def test_every_routing(layers, model, bucket):
-    plan = small_plan(model, bucket)
+@pytest.mark.parametrize("model, format, bucket", KERNELS)
+def test_every_routing(layers, model, format, bucket):
+    plan = small_plan(model, format, bucket)
     for number, routing in enumerate(reference.ROUTINGS):
         check(model, layers(plan, False), routing, seed=NAMES.index(model) + len(NAMES) * number)
 
 
-@pytest.mark.parametrize("model, bucket", KERNELS)
-def test_no_race(layers, model, bucket):
+@pytest.mark.parametrize("model, format, bucket", KERNELS)
+def test_no_race(layers, model, format, bucket):
     number = NAMES.index(model)
     routing = reference.ROUTINGS[number % len(reference.ROUTINGS)]
-    check(model, layers(small_plan(model, bucket), True), routing, seed=number)
+    check(model, layers(small_plan(model, format, bucket), True), routing, seed=number)
 
 
 def check(model: str, emulated: EmulatedLayer, routing: str, seed: int) -> None:

@@ -12,6 +12,7 @@ from jitmoe.jit.render import render
 from jitmoe.plan.formats import FORMATS, format_of
 from jitmoe.plan.gpu import GPUS
 from jitmoe.plan.heuristics import plans_of_model
+from jitmoe.plan.memory_map import align
 from jitmoe.plan.problem import MoeProblem
 from jitmoe.plan.variant import Variant
 from jitmoe.reference_biases import random_biases
@@ -27,6 +28,7 @@ EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 4, 256, 272, 2
 KINDS = ("relu2_no_gate", "silu_no_gate", "gelu_tanh_no_gate", "gelu_erf_no_gate")
 TOKENS = [5, 20, 150]
 KERNELS = ["fp8_block", "fp8_channel", "bf16"]  # fp8_tensor has that of channels
+WITH_MX = [*KERNELS, "mxfp4_fp8"]  # which expands its weights in prefill
 
 
 def has_f32(scale):
@@ -47,6 +49,7 @@ class Case:
         has_bias=False,
         routing="unused",
     ):
+        intermediate = align(intermediate, format_of(format).intermediate_step)
         sizes = EXPERTS, hidden, intermediate
         layer = reference.random_layer(*sizes, seed=1, format=format, gated=False)
         rng = np.random.default_rng(0)
@@ -102,8 +105,7 @@ class Case:
     [*((format, KINDS[0]) for format in FORMATS), *(("fp8_block", kind) for kind in KINDS[1:])],
 )
 def test_kinds(kind, format, num_tokens):
-    intermediate = 288 if format_of(format).is_mx else INTERMEDIATE
-    case = Case(num_tokens, format, intermediate=intermediate)
+    case = Case(num_tokens, format)
     y = case.check(activation=kind, routed_scaling_factor=2.5)
     for other in set(KINDS) - {kind, *KINDS[2:]}:  # two gelus are close
         ref = case.oracle(activation=other, routed_scaling_factor=2.5)
@@ -111,7 +113,7 @@ def test_kinds(kind, format, num_tokens):
 
 
 @pytest.mark.parametrize("num_tokens", TOKENS)
-@pytest.mark.parametrize("format", KERNELS)
+@pytest.mark.parametrize("format", WITH_MX)
 @pytest.mark.parametrize("intermediate", [16, 128, 208, 384])
 def test_ends_of_tiles(intermediate, format, num_tokens):
     """And of hidden inside a tile of GEMM 2 or, in bf16, inside a k-block."""
@@ -120,7 +122,7 @@ def test_ends_of_tiles(intermediate, format, num_tokens):
 
 
 @pytest.mark.parametrize("num_tokens", TOKENS)
-@pytest.mark.parametrize("format", KERNELS)
+@pytest.mark.parametrize("format", WITH_MX)
 @pytest.mark.parametrize("on_input", [False, True])
 def test_biases(on_input, format, num_tokens):
     case = Case(num_tokens, format, has_bias=True)
@@ -142,9 +144,10 @@ def test_experts_from_another_on(num_tokens):
 
 
 @pytest.mark.parametrize("num_tokens", TOKENS)
-def test_batch_invariance(num_tokens):
+@pytest.mark.parametrize("format", ["fp8_block", "mxfp4_fp8"])
+def test_batch_invariance(format, num_tokens):
     """A token's bits, alone and among others: with 4,096 channels, tiles are else in parts."""
-    case = Case(num_tokens, hidden=4096, intermediate=272, routing="uniform")
+    case = Case(num_tokens, format, hidden=4096, intermediate=272, routing="uniform")
     options = {"activation": "relu2_no_gate", "batch_invariant": True}
     y = case.check(**options)
     alone = [part[:1] for part in case.given]
@@ -155,7 +158,7 @@ def test_batch_invariance(num_tokens):
 
 
 @pytest.mark.parametrize("bucket", ["decode", "prefill"])
-@pytest.mark.parametrize("format", KERNELS)
+@pytest.mark.parametrize("format", WITH_MX)
 @pytest.mark.parametrize("num_tokens", [3, 20, 40, 150])
 def test_races(num_tokens, format, bucket):
     """Every width of a tile, in the checked build; the workspace is 0xFF before."""
@@ -167,7 +170,7 @@ def test_races(num_tokens, format, bucket):
 
 
 @pytest.mark.parametrize("checked", [False, True])
-@pytest.mark.parametrize("format", KERNELS)
+@pytest.mark.parametrize("format", WITH_MX)
 def test_extra_tokens(format, checked):
     """A tile that takes a few more tokens along, as columns beside rows."""
     plan = Case(1, format).plan("prefill", "silu_no_gate")
@@ -178,7 +181,7 @@ def test_extra_tokens(format, checked):
     case.compare(emulated(*case.given, Variant("silu_no_gate")), activation="silu_no_gate")
 
 
-@pytest.mark.parametrize("format", KERNELS)
+@pytest.mark.parametrize("format", WITH_MX)
 def test_tiles_in_parts(format):
     """Of sums that are joined before the activation, which is not linear."""
     plan = Case(1, format).plan("decode", "relu2_no_gate")
@@ -229,8 +232,9 @@ def test_up_of_one_is_no_gate(kind, alone, num_tokens):
 
 
 @pytest.mark.parametrize("num_tokens", [20, 150])
-def test_traces(num_tokens):
-    case = Case(num_tokens)
+@pytest.mark.parametrize("format", ["fp8_block", "mxfp4_fp8"])
+def test_traces(format, num_tokens):
+    case = Case(num_tokens, format)
     out = np.empty_like(case.given[0])
     options = {"activation": "relu2_no_gate", "backend": "emulated"}
     assert trace(*case.given, case.weights, out=out, **options).summary()

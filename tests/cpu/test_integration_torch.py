@@ -175,7 +175,7 @@ MX_FORMATS = ("mxfp4_fp8", "mxfp4_bf16")
 
 
 @pytest.mark.parametrize("format", MX_FORMATS)
-@pytest.mark.parametrize("num_tokens", [1, 20])
+@pytest.mark.parametrize("num_tokens", [1, 20, 200])
 def test_mxfp4(format, num_tokens):
     """In every type that stands for its codes and scales."""
     given, (layer, weights) = tokens(num_tokens), torch_layer.mx_layer(format)
@@ -202,14 +202,29 @@ def test_mxfp4_biases_and_orders(gate_up, format):
 @pytest.mark.parametrize(("rows", "groups"), [(128, 4), (448, 9), (96, 1), (544, 12)])
 @pytest.mark.parametrize("format", MX_FORMATS)
 def test_packed_scales_are_those_of_numpy(format, rows, groups, gate_up):
+    """Of scales that lie in any order."""
     generator = torch.Generator().manual_seed(rows)
     wide = torch.randint(90, 130, (3, rows, 2 * groups), dtype=torch.uint8, generator=generator)
-    scales = wide[..., ::2]
-    wanted = quantize.pack_scales(scales.numpy(), format, gate_up)
-    made = torch_scales.pack_scales(scales.view(torch.float8_e8m0fnu), format, gate_up)
-    assert made.dtype == torch.int32 and made.is_contiguous()
+    turned = torch.randint(90, 130, (3, groups, rows), dtype=torch.uint8, generator=generator)
+    for scales in (wide[..., ::2], wide[..., :groups].contiguous(), turned.mT):
+        wanted = quantize.pack_scales(scales.numpy(), format, gate_up)
+        made = torch_scales.pack_scales(scales.view(torch.float8_e8m0fnu), format, gate_up)
+        assert made.dtype == torch.int32 and made.is_contiguous()
+        assert np.array_equal(made.numpy().view(np.uint32), wanted)
+        assert mxfp4.packed_shape(3, rows, 32 * groups, format, gate_up) == made.shape
+
+
+def test_packed_scales_of_any_size_are_those_of_numpy():
+    """Up to 2^127 and down to 2^-127, of rows all apart."""
+    scales = torch.randint(0, 255, (2, 64, 8), dtype=torch.uint8)
+    scales[0] = torch.arange(64)[:, None] // 4  # rows whose f32 is subnormal
+    scales[1, ::2] = 254 - torch.arange(8)
+    made = torch_scales.pack_scales(scales, "mxfp4_fp8", "gate_first")
+    wanted = quantize.pack_scales(scales.numpy(), "mxfp4_fp8", "gate_first")
     assert np.array_equal(made.numpy().view(np.uint32), wanted)
-    assert mxfp4.packed_shape(3, rows, 32 * groups, gate_up) == made.shape
+    scales[1, 7, 3] = 255
+    with pytest.raises(ValueError, match=r"up to 2\^127, got e8m0 code 255; 255 is NaN"):
+        torch_scales.pack_scales(scales, "mxfp4_fp8", "gate_first")
 
 
 @pytest.mark.parametrize("format", MX_FORMATS)
@@ -217,15 +232,18 @@ def test_mxfp4_without_a_gate(format):
     sizes = torch_layer.EXPERTS, HIDDEN, torch_layer.INTERMEDIATE
     layer = reference.random_layer(*sizes, seed=1, format=format, gated=False)
     weights = map(torch.from_numpy, (layer.w13, layer.w2, *layer[1::2]))
-    given, kwargs = tokens(7), {"format": format, "activation": "relu2_no_gate"}
-    assert error(emulate(*given, *weights, **kwargs), given, layer, **kwargs) < 4e-3
+    kwargs = {"format": format, "activation": "relu2_no_gate"}
+    weights = list(weights)
+    for given in (tokens(7), tokens(200)):
+        assert error(emulate(*given, *weights, **kwargs), given, layer, **kwargs) < 4e-3
 
 
-def test_mxfp4_scales_are_packed_once(monkeypatch):
-    given, (_, weights) = tokens(3), torch_layer.mx_layer("mxfp4_bf16")
+@pytest.mark.parametrize("format", MX_FORMATS)
+def test_mxfp4_scales_are_packed_once(monkeypatch, format):
+    given, (_, weights) = tokens(3), torch_layer.mx_layer(format)
     made, pack = [], torch_scales.pack_scales
     monkeypatch.setattr(torch_scales, "pack_scales", lambda *a: (made.append(0), pack(*a))[1])
-    layer = partial(emulate, *given, *weights, format="mxfp4_bf16")
+    layer = partial(emulate, *given, *weights, format=format)
     y = layer()
     assert len(made) == 2 and torch.equal(layer(), y) and len(made) == 2
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -237,19 +255,20 @@ def test_mxfp4_scales_are_packed_once(monkeypatch):
     assert len(made) == 5 and torch.allclose(doubled, 2 * y.float(), rtol=0.02)
     with torch.inference_mode():
         fresh = weights[3].clone()
-        assert torch.equal(emulate(*given, *weights[:3], fresh, format="mxfp4_bf16"), layer())
+        assert torch.equal(emulate(*given, *weights[:3], fresh, format=format), layer())
 
 
 @pytest.mark.parametrize("gate_up", ["gate_first", "interleaved"])
 def test_mxfp4_scales_packed_before(gate_up):
-    given, (_, weights) = tokens(5), torch_layer.mx_layer("mxfp4_fp8")
+    _, weights = torch_layer.mx_layer("mxfp4_fp8")
     kwargs = {"format": "mxfp4_fp8", "gate_up": gate_up}
     scales = [
         integration.pack_scales(scale, "mxfp4_fp8", order)
         for scale, order in zip(weights[2:], (gate_up, None), strict=True)
     ]
-    y = emulate(*given, *weights[:2], *scales, **kwargs)
-    assert torch.equal(y, emulate(*given, *weights, **kwargs))
+    for given in (tokens(5), tokens(200)):
+        y = emulate(*given, *weights[:2], *scales, **kwargs)
+        assert torch.equal(y, emulate(*given, *weights, **kwargs))
 
 
 @pytest.mark.parametrize("op", [NEW_OP, OUT_OP], ids=["new", "out"])

@@ -3,9 +3,10 @@
 import ml_dtypes
 import numpy as np
 import pytest
+from exact import LEAST_EXPONENT
 
 from jitmoe import fp8
-from jitmoe.mxfp4 import dequantize_mxfp4, pack_scales, quantize_mxfp4
+from jitmoe.mxfp4 import dequantize_mxfp4, pack_scales, packed_shape, quantize_mxfp4
 from jitmoe.reference import mega_moe, random_layer, random_tokens
 
 E2M1, E8M0, F32 = ml_dtypes.float4_e2m1fn, ml_dtypes.float8_e8m0fnu, np.float32
@@ -149,9 +150,10 @@ def test_scales_of_another_shape_are_refused(shape):
 # Packed scales
 
 
-OFFSETS = {"mxfp4_fp8": 6, "mxfp4_bf16": 66}
-LARGEST = {"mxfp4_fp8": 236, "mxfp4_bf16": 188}
+FORMATS = ("mxfp4_fp8", "mxfp4_bf16")
+LARGEST = {"mxfp4_fp8": 254, "mxfp4_bf16": 188}
 ORDERS = (None, "gate_first", "up_first", "interleaved")
+SIZES = [(512, 8), (256, 4), (64, 1), (288, 3), (448, 5), (32, 9), (544, 2)]  # rows, groups
 
 
 def row_of_tile(tile, row, rows, gate_up):
@@ -168,13 +170,17 @@ def row_of_tile(tile, row, rows, gate_up):
     return 2 * channel + second if gate_up == "interleaved" else second * (rows // 2) + channel
 
 
-def packed_slowly(scales, format, gate_up):
-    """What lane l of warp w of warpgroup g reads as 16 bytes: words of rows 16w + l/4 and + 8 of
-    its first block of 64, of those of its second; a byte for each chunk of the k-block.
+def num_tiles_of(rows, gate_up):
+    return -(-rows // 256) if gate_up is None else -(-(rows // 2) // 128)
+
+
+def words_slowly(scales, gate_up):
+    """Of mxfp4_bf16: what lane l of warp w of warpgroup g reads as 16 bytes: words of rows
+    16w + l/4 and + 8 of its first block of 64, of those of its second; a byte for each chunk of the
+    k-block, of the scale times 2^66.
     """
     num_experts, rows, groups = scales.shape
-    tile_channels = rows if gate_up is None else rows // 2
-    num_tiles = -(-tile_channels // (256 if gate_up is None else 128))
+    num_tiles = num_tiles_of(rows, gate_up)
     packed = np.zeros((num_experts, num_tiles, -(-groups // 4), 256, 4), np.uint8)
     for tile, k, g, w, i, m, half in np.ndindex(num_tiles, packed.shape[2], 2, 4, 8, 2, 2):
         in_tile = 128 * g + 64 * m + 16 * w + i + 8 * half
@@ -182,50 +188,103 @@ def packed_slowly(scales, format, gate_up):
         word = ((4 * g + w) * 8 + i) * 4 + 2 * m + half
         for c in range(4):
             if row is not None and 4 * k + c < groups:
-                value = scales[:, row, 4 * k + c].astype(int) + OFFSETS[format]
-                packed[:, tile, k, word, c] = value
+                packed[:, tile, k, word, c] = scales[:, row, 4 * k + c].astype(int) + 66
     return packed.view("<u4")[..., 0]
 
 
-@pytest.mark.parametrize("format", OFFSETS)
+def exponents_slowly(scales, gate_up):
+    """Of mxfp4_fp8: f32 of the tile's rows; then of every k-block, for each warp of 64 rows, what
+    lanes read that expand rows i, i + 8, .. + 56: 16 bits for a row, four for a chunk.
+    """
+    num_experts, rows, groups = scales.shape
+    num_tiles, k_blocks = num_tiles_of(rows, gate_up), -(-groups // 4)
+    packed = np.zeros((num_experts, num_tiles, 1024 + 512 * k_blocks), np.uint8)
+    for expert, tile, in_tile in np.ndindex(num_experts, num_tiles, 256):
+        row = row_of_tile(tile, in_tile, rows, gate_up)
+        if row is None:
+            continue
+        codes = [int(code) for code in scales[expert, row]]
+        value = F32(2.0 ** (max(codes) - 127 - 6))
+        packed[expert, tile, 4 * in_tile : 4 * in_tile + 4] = np.frombuffer(value.tobytes(), "u1")
+        warp, i, eighth = in_tile // 64, in_tile % 8, in_tile // 8 % 8
+        for group, code in enumerate(codes):
+            at = 1024 + group // 4 * 512 + warp * 128 + i * 16 + eighth * 2 + group % 4 // 2
+            exponent = max(LEAST_EXPONENT - (max(codes) - code), 0)
+            packed[expert, tile, at] |= exponent << 4 * (group % 2)
+    return packed.view("<u4")
+
+
+SLOWLY = {"mxfp4_fp8": exponents_slowly, "mxfp4_bf16": words_slowly}
+
+
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("gate_up", ORDERS)
-@pytest.mark.parametrize(
-    "rows, groups",
-    [(512, 8), (256, 4), (64, 1), (288, 3), (448, 5), (32, 9), (544, 2)],
-)
+@pytest.mark.parametrize("rows, groups", SIZES)
 def test_pack_scales(rows, groups, gate_up, format):
+    """Scales of a row that all count, and any."""
     rng = np.random.default_rng(rows)
-    scales = rng.integers(0, LARGEST[format] + 1, (2, rows, groups)).astype(np.uint8)
-    packed = pack_scales(scales, format, gate_up)
-    assert packed.dtype == np.uint32 and packed.flags.c_contiguous
-    assert np.array_equal(packed, packed_slowly(scales, format, gate_up))
+    shape = 2, rows, groups
+    near = rng.integers(20, 100, (2, rows, 1)) + rng.integers(0, 18, shape)
+    far = rng.integers(0, LARGEST[format] + 1, shape)
+    for scales in (near.astype(np.uint8), far.astype(np.uint8)):
+        packed = pack_scales(scales, format, gate_up)
+        assert packed.dtype == np.uint32 and packed.flags.c_contiguous
+        assert packed.shape == packed_shape(*shape[:2], 32 * groups, format, gate_up)
+        assert np.array_equal(packed, SLOWLY[format](scales, gate_up))
+
+
+def test_every_distance_from_the_largest():
+    """Exponents end at 0: of the least scale that counts, and of anything less."""
+    top = LEAST_EXPONENT
+    distances = np.array([0, 1, 2, top - 1, top, top + 1, top + 2, 100])
+    scales = np.full((1, 256, 8), 200, np.uint8)
+    scales[0, :8, 0] = 200 - distances
+    scales[0, 8:16, 7] = 200 - distances
+    packed = pack_scales(scales, "mxfp4_fp8", None)[0, 0]
+    halves = packed[256:].view("<u2").reshape(2, 4, 8, 8)  # k-blocks, warps, rows of 8 by column
+    nibbles = halves[..., None] >> np.array([0, 4, 8, 12]) & 15
+    wanted = np.full((2, 4, 8, 8, 4), top)
+    wanted[0, 0, :, 0, 0] = wanted[1, 0, :, 1, 3] = [top, top - 1, top - 2, 1, 0, 0, 0, 0]
+    assert np.array_equal(nibbles, wanted)
+    assert (packed[:256].view(F32) == 2.0 ** (200 - 133)).all(), "another chunk has the largest"
+
+
+def test_rows_of_the_smallest_and_largest_scales():
+    """f32 has 2^-133 of code 0 as a subnormal, and all above, exactly."""
+    codes = np.array([*range(16), 126, 127, 253, 254], np.uint8)
+    scales = np.zeros((1, 32, 4), np.uint8)
+    scales[0, : codes.size, 2] = codes
+    packed = pack_scales(scales, "mxfp4_fp8", None)[0, 0]
+    values = packed[: codes.size].view(F32).astype(np.float64)
+    assert values.tolist() == [2.0 ** (int(code) - 133) for code in codes]
+    assert (packed[: codes.size] != 0).all() and not packed[32:256].any(), "rows past the end"
 
 
 def test_up_rows_first_are_two_halves_too():
     """Which of them is which is up to the kernel."""
     scales = np.random.default_rng(0).integers(100, 140, (3, 320, 4)).astype(np.uint8)
-    first, second = (pack_scales(scales, "mxfp4_fp8", o) for o in ("gate_first", "up_first"))
-    assert np.array_equal(first, second)
+    for format in FORMATS:
+        first, second = (pack_scales(scales, format, o) for o in ("gate_first", "up_first"))
+        assert np.array_equal(first, second)
 
 
-def test_strided_scales_are_packed():
+@pytest.mark.parametrize("format", FORMATS)
+def test_strided_scales_are_packed(format):
     scales = np.random.default_rng(0).integers(100, 140, (2, 320, 8)).astype(np.uint8)
     apart = np.zeros((4, 320, 24), np.uint8)[::2, :, ::3]
     apart[...] = scales
     for order in ORDERS:
-        wanted = pack_scales(scales, "mxfp4_fp8", order)
-        assert np.array_equal(pack_scales(apart, "mxfp4_fp8", order), wanted)
+        wanted = pack_scales(scales, format, order)
+        assert np.array_equal(pack_scales(apart, format, order), wanted)
 
 
 @pytest.mark.parametrize("gate_up", ORDERS)
-@pytest.mark.parametrize(
-    "format, largest, power", [("mxfp4_fp8", 236, 109), ("mxfp4_bf16", 188, 61)]
-)
-def test_scales_too_large_and_nan_are_refused(format, largest, power, gate_up):
-    scales = np.full((2, 64, 4), 120, np.uint8)
+@pytest.mark.parametrize("format, power", [("mxfp4_fp8", 127), ("mxfp4_bf16", 61)])
+def test_scales_too_large_and_nan_are_refused(format, power, gate_up):
+    scales, largest = np.full((2, 64, 4), 120, np.uint8), LARGEST[format]
     scales[1, 40, 3] = largest
     pack_scales(scales, format, gate_up)
-    for code in (largest + 1, 255):
+    for code in {largest + 1, 255}:
         scales[1, 40, 3] = code
         said = rf"scales of {format} must be up to 2\^{power}, got e8m0 code {code}; 255 is NaN"
         with pytest.raises(ValueError, match=said):
@@ -235,7 +294,7 @@ def test_scales_too_large_and_nan_are_refused(format, largest, power, gate_up):
 # The oracle
 
 
-@pytest.mark.parametrize("format", OFFSETS)
+@pytest.mark.parametrize("format", FORMATS)
 def test_layers(format):
     layer = random_layer(3, 256, 96, seed=1, format=format)
     shapes = [(3, 192, 128), (3, 192, 8), (3, 256, 48), (3, 256, 3)]
@@ -243,7 +302,7 @@ def test_layers(format):
     assert all(part.dtype == np.uint8 for part in layer)
 
 
-@pytest.mark.parametrize("format", OFFSETS)
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("requantize", [False, True])
 def test_oracle_is_that_of_dequantised_weights(format, requantize):
     """As floats beside tokens in bf16; e4m3 tokens beside weights that are e4m3 as well."""
@@ -266,7 +325,7 @@ def test_oracle_is_that_of_dequantised_weights(format, requantize):
     assert np.array_equal(y, wanted)
 
 
-@pytest.mark.parametrize("format", OFFSETS)
+@pytest.mark.parametrize("format", FORMATS)
 def test_oracle_refuses_what_does_not_fit(format):
     layer = random_layer(2, 256, 96, seed=1, format=format)
     x, *routing = random_tokens(3, 256, 2, 1, seed=2)

@@ -9,6 +9,7 @@ import pytest
 from jitmoe.plan.gpu import GPUS, gpu_spec, match_device
 from jitmoe.plan.heuristics import (
     DECODE_TOKENS_PER_EXPERT,
+    MX_DECODE_TOKENS_PER_EXPERT,
     SIZES,
     bucket,
     choose,
@@ -334,7 +335,7 @@ ROOMY = replace(H200, smem_bytes=1 << 20)
         ({}, GPUS["b200"], "plan is for sm_90a, the B200 is sm_100a; plan again for it"),
         ({"num_stages": 9}, H200, r"shared memory is [\d,]+ B, the H200 has 232,448 B .* fewer"),
         ({"bucket": "medium"}, ROOMY, "bucket must be decode or prefill, got 'medium'"),
-        ({"num_stages": 2}, H200, "the ring needs 3 stages .*, got 2"),
+        ({"num_stages": 2}, H200, "ring that weights land in needs 3 stages .*, got 2"),
         ({"num_task_slots": 1}, H200, "needs 2 task slots, got 1"),
         ({"num_local_pairs": 65_536}, ROOMY, "16-bit pair numbers.*, got 65,536"),
         ({"num_local_pairs": 0}, H200, "16-bit pair numbers.*, got 0"),
@@ -548,3 +549,78 @@ def test_who_needs_the_whole_grid():
     assert decode.needs_whole_grid(most + 1, x_is_bf16=False)
     assert decode.needs_whole_grid(1, x_is_bf16=True)
     assert prefill.needs_whole_grid(1, x_is_bf16=False)
+
+
+# MXFP4
+
+
+MX = replace(S1, format="mxfp4_fp8")
+
+
+def mx_prefill():
+    return choose(with_tokens(MX, 8192), H200)
+
+
+def test_buckets_of_mxfp4():
+    """Beside e4m3 tokens both; bf16 tokens have decode alone."""
+    limit = decode_limit(MX)
+    loads = [with_tokens(MX, n).tokens_per_active_expert for n in (limit, limit + 1)]
+    assert loads[0] <= MX_DECODE_TOKENS_PER_EXPERT < loads[1] and limit < decode_limit(S1)
+    buckets = [choose(with_tokens(MX, n), H200).bucket for n in (0, 1, limit, limit + 1, 8192)]
+    assert buckets == ["decode"] * 3 + ["prefill"] * 2
+    in_bf16 = replace(MX, format="mxfp4_bf16")
+    assert decode_limit(in_bf16) == MAX_TOKENS
+    assert choose(with_tokens(in_bf16, MAX_TOKENS), H200).bucket == "decode"
+    assert plans_of_model(MX, H200).keys() == {"decode", "prefill"}
+    assert plans_of_model(in_bf16, H200).keys() == {"decode"}
+    with pytest.raises(PlanError, match="mxfp4_bf16 has the decode bucket alone, got prefill"):
+        replace(mx_prefill(), format="mxfp4_bf16").check(ROOMY)
+
+
+@pytest.mark.parametrize("format", ["mxfp4_fp8", "mxfp4_bf16"])
+def test_batch_invariant_plans_of_mxfp4_are_one(format):
+    """Prefill would add up in another order; FP8 with block scales adds up in one."""
+    counts = 1, 300, 8192
+    problems = [replace(MX, num_tokens=n, format=format) for n in counts]
+    plans = {choose(problem, H200, batch_invariant=True) for problem in problems}
+    assert [plan.bucket for plan in plans] == ["decode"]
+    in_fp8 = [choose(replace(p, format="fp8_block"), H200, batch_invariant=True) for p in problems]
+    assert in_fp8[-1].bucket == "prefill"
+
+
+def test_who_expands_mxfp4():
+    """Math warps in decode; in prefill warps of their own, between two rings."""
+    decode, prefill = choose(MX, H200), mx_prefill()
+    assert (decode.has_chunk_scales, decode.expands) == (True, False)
+    assert (prefill.has_chunk_scales, prefill.expands) == (False, True)
+    names = [role.name for role in prefill.roles]
+    assert names == ["load", "schedule", "feed", "deliver", "expand", "math"]
+    assert "expand" not in [role.name for role in decode.roles]
+    sizes = {plan: {r.name: r.num_bytes for r in plan.smem.regions} for plan in (decode, prefill)}
+    landing, num = 256 * 64, prefill.num_packed_stages
+    assert sizes[decode]["weight_tiles"] == decode.num_stages * landing
+    assert sizes[prefill]["weight_tiles"] == prefill.num_stages * 2 * landing
+    assert sizes[prefill]["packed_tiles"] == num * landing
+    assert sizes[decode]["weight_scales"] == decode.num_stages * 512, "16 bits a row"
+    assert sizes[prefill]["weight_scales"] == num * 512
+    in_bf16 = choose(replace(MX, format="mxfp4_bf16"), H200)
+    of_stages = {r.name: r.num_bytes for r in in_bf16.smem.regions}["weight_scales"]
+    assert of_stages == in_bf16.num_stages * 1024, "a word a row"
+    assert "packed_tiles" not in sizes[decode] and "landed" not in sizes[decode]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_packed_stages": 2}, "ring that weights land in needs 3 stages .*, got 2"),
+        ({"num_packed_stages": 0}, "ring that weights land in needs 3 stages .*, got 0"),
+        ({"num_stages": 1}, "the main loop needs 2 stages, got 1"),
+    ],
+)
+def test_check_of_both_rings(changes, message):
+    with pytest.raises(PlanError, match=message):
+        replace(mx_prefill(), **changes).check(ROOMY)
+
+
+def test_both_rings_may_be_short():
+    replace(mx_prefill(), num_stages=2, num_packed_stages=3).check(H200)

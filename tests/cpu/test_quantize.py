@@ -71,19 +71,33 @@ def test_packed_scales_are_used_in_place(format, gate_up):
     weights = jitmoe.ExpertWeights(w13, w2, *packed, **options)
     assert weights.scale_addresses == tuple(scale.ctypes.data for scale in packed)
     others = jitmoe.ExpertWeights(w13, w2, w13_scale, w2_scale, **options)
-    call = reference.random_tokens(NUM_TOKENS, HIDDEN, EXPERTS, TOP_K, seed=2)
-    call = quantize.tokens(call.x, "bf16")[0], *call[1:]
-    y, wanted = (jitmoe.mega_moe(*call, one, backend="emulated") for one in (weights, others))
-    assert np.array_equal(y, wanted)
+    for num_tokens in (NUM_TOKENS, 150):
+        call = reference.random_tokens(num_tokens, HIDDEN, EXPERTS, TOP_K, seed=2)
+        call = quantize.tokens(call.x, "bf16")[0], *call[1:]
+        y, wanted = (jitmoe.mega_moe(*call, one, backend="emulated") for one in (weights, others))
+        assert np.array_equal(y, wanted)
 
 
-def test_packed_scales_that_do_not_fit():
-    (w13, w13_scale), (w2, w2_scale) = (quantize.weights(w, "mxfp4_fp8") for w in matrices())
-    packed = quantize.pack_scales(w13_scale, "mxfp4_fp8", "gate_first")
-    for wrong, message in [
+@pytest.mark.parametrize(
+    "format, shape, message",
+    [
+        ("mxfp4_fp8", "3, 1, 512", "scales of mxfp4_fp8 must be up to 2"),
+        ("mxfp4_bf16", "3, 1, 2, 256", "scales of mxfp4_bf16 must be up to 2"),
+    ],
+)
+def test_packed_scales_that_do_not_fit(format, shape, message):
+    (w13, w13_scale), (w2, w2_scale) = (quantize.weights(w, format) for w in matrices())
+    packed = quantize.pack_scales(w13_scale, format, "gate_first")
+    assert list(packed.shape) == [int(size) for size in shape.split(", ")]
+    other = {"mxfp4_fp8": "mxfp4_bf16", "mxfp4_bf16": "mxfp4_fp8"}[format]
+    of_other = quantize.pack_scales(w13_scale, other, "gate_first")
+    few = shape.replace("3", "2", 1)
+    for wrong, said in [
         (packed[..., ::-1], "w13_scale must be contiguous"),
-        (packed[:2], r"have shape \[3, 1, 2, 256\], got \[2, 1, 2, 256\]; .* for this gate_up"),
+        (packed[:2], rf"have shape \[{shape}\], got \[{few}\]; .* for this gate_up"),
+        (of_other, rf"have shape \[{shape}\], got"),
         (w13_scale.astype(np.float32), "w13_scale must have dtype e8m0 or u8, got f32"),
+        (np.full_like(w13_scale, 255), message),
     ]:
-        with pytest.raises(ValueError, match=message):
-            jitmoe.ExpertWeights(w13, w2, wrong, w2_scale, format="mxfp4_fp8")
+        with pytest.raises(ValueError, match=said):
+            jitmoe.ExpertWeights(w13, w2, wrong, w2_scale, format=format)

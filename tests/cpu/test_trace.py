@@ -26,15 +26,17 @@ from jitmoe.tracing.trace import Trace
 GPU = gpu_spec("h200")
 SMALL = MoeProblem(0, 512, 256, 8, 2)  # of `jitmoe trace`
 NUM_TOKENS = {"decode": 40, "prefill": 300}
+KERNELS = [("decode", "fp8_block"), ("prefill", "fp8_block"), ("prefill", "mxfp4_fp8")]
 
 
 class Traced:
     """A launch and its trace; `untraced` is y of the kernel without stamps."""
 
-    def __init__(self, bucket):
-        plan = plans_of_model(SMALL, GPU)[bucket]
+    def __init__(self, bucket, format):
+        plan = plans_of_model(replace(SMALL, format=format), GPU)[bucket]
         self.plan = replace(plan, trace=True)
-        self.layer = reference.random_layer(SMALL.num_experts, SMALL.hidden, SMALL.intermediate, 0)
+        sizes = SMALL.num_experts, SMALL.hidden, SMALL.intermediate
+        self.layer = reference.random_layer(*sizes, 0, format=format)
         num_tokens = NUM_TOKENS[bucket]
         self.tokens = reference.random_tokens(
             num_tokens, SMALL.hidden, SMALL.num_experts, SMALL.top_k, 1
@@ -47,13 +49,13 @@ class Traced:
         self.trace = Trace(**vars(decode(self.rings, self.plan, "steps")))
 
 
-@pytest.fixture(scope="module", params=NUM_TOKENS)
+@pytest.fixture(scope="module", params=KERNELS, ids="-".join)
 def traced(request):
     try:
         compiler()
     except NoHostCompiler as error:
         pytest.skip(str(error))
-    return Traced(request.param)
+    return Traced(*request.param)
 
 
 def test_the_result_is_the_same(traced):
@@ -62,7 +64,9 @@ def test_the_result_is_the_same(traced):
 
 def test_the_call_and_its_output(traced):
     layer, out = traced.layer, np.empty_like(traced.y)
-    weights = jitmoe.ExpertWeights(layer.w13, layer.w2, layer.w13_scale, layer.w2_scale)
+    said = traced.plan.format if traced.plan.is_mx else None
+    scales = layer.w13_scale, layer.w2_scale
+    weights = jitmoe.ExpertWeights(layer.w13, layer.w2, *scales, format=said)
     trace = jitmoe.trace(*traced.call, weights, out=out, backend="emulated")
     assert np.array_equal(out, traced.y)
     assert np.array_equal(trace.events, traced.trace.events)
@@ -128,6 +132,7 @@ def test_waits_are_named(traced):
     names = {EVENTS[code] for code in waits["event"].tolist()}
     assert {"wait stage empty", "wait task full", "wait task empty"} <= names
     assert ("wait grid barrier" if traced.plan.split_tokens else "wait stage full") in names
+    assert ({"wait landed", "wait taken"} <= names) == traced.plan.expands
     stages = traced.trace.select("wait stage empty")["payload"] & np.uint64(0xFFFFFFFF)
     assert stages.max() < traced.plan.num_stages
 

@@ -24,7 +24,7 @@ from jitmoe.plan.problem import MAX_TOKENS, MoeProblem
 from jitmoe.run.driver import device_spec
 
 # experts, hidden, intermediate, top_k, tokens, bucket, pairs a CTA sorts alone, x is bf16, and the
-# format unless it is fp8_block. In the last of these each expert has 141 rows, 13 beyond a full
+# format unless it is fp8_block. With 204 tokens each of two experts has 141 rows, 13 beyond a full
 # tile.
 CASES = [
     (4, 256, 128, 2, 5, "decode", 2048, True),
@@ -34,6 +34,8 @@ CASES = [
     (6, 384, 208, 3, 200, "prefill", 0, True),
     (2, 384, 208, 2, 204, "prefill", 0, False),
     (4, 384, 96, 2, 70, "decode", 2048, False, "mxfp4_fp8"),
+    (4, 384, 96, 2, 150, "prefill", 0, True, "mxfp4_fp8"),
+    (2, 384, 224, 2, 204, "prefill", 0, False, "mxfp4_fp8"),
     (4, 352, 96, 2, 70, "decode", 64, True, "mxfp4_bf16"),
     (4, 176, 80, 2, 70, "decode", 2048, True, "bf16"),
     (2, 176, 80, 2, 204, "prefill", 0, True, "bf16"),

@@ -6,9 +6,12 @@ from cancelling import HIDDEN, MX_HIDDEN, cancel, repeat
 from jitmoe import ExpertWeights, reference
 from jitmoe.fp8 import quantize_tokens
 from jitmoe.plan.formats import format_of
+from jitmoe.plan.heuristics import choose
+from jitmoe.run.driver import device_spec
 
 EXPERTS, INTERMEDIATE, TOP_K = 64, 256, 2
-BATCHES = (5, 60, 300, 3000, 5000)  # decode in parts and whole, sorted together; prefill
+# Decode in parts and whole, sorted together; prefill, but in MXFP4 decode for all.
+BATCHES = (5, 60, 300, 3000, 5000)
 
 
 def rows_of(call, num_tokens):
@@ -36,7 +39,9 @@ def test_random_layer(make_layer, make_call, workspace, format, x_is_fp8):
 
 @pytest.mark.parametrize("format", ["fp8_block", "mxfp4_fp8"])
 def test_sums_that_cancel(make_layer, make_call, workspace, format):
-    """Every rounding shows; by default the first batch differs, for its tiles are in parts."""
+    """Every rounding shows; by default the first batch differs, for its tiles are in parts, and
+    MXFP4's last, for it is prefill.
+    """
     import cupy
 
     is_mx = format_of(format).is_mx
@@ -63,4 +68,6 @@ def test_sums_that_cancel(make_layer, make_call, workspace, format):
     for y in runs[True]:
         assert (y[:1] == alone).all()
     assert not (runs[False][0] & 0x7FFF).any(), "opposite parts"
-    assert (runs[False][-1][:1] == alone).all()
+    decode = choose(weights.problem(1, TOP_K), device_spec(0))
+    kernel = {"plan": decode} if is_mx else {}
+    assert (whole.run(whole.fp8, workspace, **kernel)[:1] == alone).all()

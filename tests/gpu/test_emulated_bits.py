@@ -13,6 +13,7 @@ from exact import (
     NUM_EXPERTS,
     TOP_K,
     Inputs,
+    every_code,
     exact_inputs,
     exact_layer,
     intermediate_of,
@@ -21,7 +22,7 @@ from exact import (
 from jitmoe import ExpertWeights, mega_moe, reference
 from jitmoe.emulate.compile import NoHostCompiler, compiler
 from jitmoe.emulate.mega_moe import EmulatedLayer
-from jitmoe.fp8 import encode_bf16, quantize_tokens
+from jitmoe.fp8 import decode_bf16, encode_bf16, quantize_tokens
 from jitmoe.plan.gpu import GPUS
 from jitmoe.plan.heuristics import choose
 from jitmoe.plan.mega_moe import MegaMoePlan
@@ -37,6 +38,7 @@ PLANS = [
     ("decode", "fp8_block"),
     ("prefill", "fp8_block"),
     ("decode", "mxfp4_fp8"),
+    ("prefill", "mxfp4_fp8"),
     ("decode", "mxfp4_bf16"),
 ]
 TOKEN_COUNTS = (1, 9, 40, 130)
@@ -47,9 +49,10 @@ TOKEN_COUNTS = (1, 9, 40, 130)
 MOST_DIFFERENT, WORST_BOUND = 1e-2, 0.06
 
 
-def make_plan(bucket: str, format: str) -> MegaMoePlan:
+def make_plan(bucket: str, format: str, sizes: tuple[int, ...] = ()) -> MegaMoePlan:
+    """Of hidden, intermediate, experts, top_k; by default those of exact_layer."""
     num_tokens = {"decode": 1, "prefill": MAX_TOKENS}[bucket]
-    sizes = HIDDEN, intermediate_of(format), NUM_EXPERTS, TOP_K
+    sizes = sizes or (HIDDEN, intermediate_of(format), NUM_EXPERTS, TOP_K)
     problem = MoeProblem(num_tokens, *sizes, format)
     plan = choose(problem, GPUS["h200"])
     assert plan.bucket == bucket
@@ -82,7 +85,7 @@ def run_on_gpu(plan, layer, inputs: Inputs, x_is_fp8: bool, workspace) -> np.nda
     import cupy
 
     on_gpu = reference.Layer(*(cupy.asarray(part) for part in layer))
-    said = plan.format if plan.has_chunk_scales else None
+    said = plan.format if plan.is_mx else None
     weights = ExpertWeights(on_gpu.w13, on_gpu.w2, on_gpu.w13_scale, on_gpu.w2_scale, format=said)
     x = inputs.argument(x_is_fp8)
     x = tuple(cupy.asarray(part) for part in x) if x_is_fp8 else cupy.asarray(x)
@@ -121,3 +124,22 @@ def test_exact_inputs_give_the_same_bits(plan, workspace, num_tokens, x_is_fp8):
     ref = inputs.formula(layer, plan.format)
     assert np.array_equal(emulated, encode_bf16(ref))
     assert np.array_equal(run_on_gpu(plan, layer, inputs, x_is_fp8, workspace), emulated)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 100])
+@pytest.mark.parametrize("bucket, format", [plan for plan in PLANS if plan[1] != "fp8_block"])
+def test_every_code_and_scale_reaches_its_place(workspace, bucket, format, num_tokens):
+    """Of MXFP4, with scales down to 2^-14 of a row's largest."""
+    import cupy
+
+    made = every_code(num_tokens)
+    sizes = made.layer.w13.shape[2] * 2, made.layer.w2.shape[2] * 2, 1, 1
+    on_gpu = reference.Layer(*(cupy.asarray(part) for part in made.layer))
+    weights = ExpertWeights(on_gpu.w13, on_gpu.w2, on_gpu.w13_scale, on_gpu.w2_scale, format=format)
+    call = [cupy.asarray(part) for part in made.call]
+    y = cupy.full(made.y.shape, 0xFFFF, cupy.uint16)
+    plan = make_plan(bucket, format, sizes)
+    mega_moe(*call, weights, out=y, workspace=workspace, plan=plan)
+    cupy.cuda.Device().synchronize()
+    workspace.check()
+    assert np.array_equal(decode_bf16(y.get()), made.y)

@@ -188,7 +188,31 @@ def test_mxfp4_variants(make_layer, make_call, workspace, format, has_bias, gate
             call.check(y, MX_BOUNDS[format], **variant, **named, gate_up=gate_up)
 
 
-@pytest.mark.parametrize("num_tokens", [4, 64])
+@pytest.mark.parametrize("num_tokens", [16, 300, 2000])
+@pytest.mark.parametrize("format", MX_BOUNDS)
+def test_mxfp4_scales_far_apart(make_layer, make_call, workspace, format, num_tokens):
+    """Of a row's chunks; the largest that kernels take among them, of rows that are zeros."""
+    import cupy
+
+    layer = make_layer(12, 512, 224, format=format)
+    rng, parts = cupy.random.default_rng(5), []
+    for scale in (layer.codes.w13_scale, layer.codes.w2_scale):
+        distance = rng.integers(0, 15, scale.shape)
+        distance[..., 0] = 0
+        parts.append((scale - distance).astype(cupy.uint8))
+    w2 = layer.codes.w2.copy()
+    w2[:, 7] = 0
+    parts[1][:, 7] = {"mxfp4_fp8": 254, "mxfp4_bf16": 188}[format]
+    codes = layer.codes._replace(w13_scale=parts[0], w2=w2, w2_scale=parts[1])
+    weights = ExpertWeights(codes.w13, codes.w2, *parts, format=format)
+    call = make_call(layer._replace(codes=codes, weights=weights), num_tokens, 3)
+    for x in mx_inputs(call):
+        y = call.run(x, workspace)
+        call.check(y, 5e-2 if format == "mxfp4_fp8" else BF16_BOUND)
+        assert not (y[:, 7] & 0x7FFF).any()
+
+
+@pytest.mark.parametrize("num_tokens", [4, 64, 700])
 @pytest.mark.parametrize("format", ["bf16", *MX_BOUNDS])
 def test_launches_in_a_row(make_layer, make_call, workspace, format, num_tokens):
     """Each may begin while the one before ends, and reads what that wrote."""
@@ -271,24 +295,26 @@ def test_no_gate(make_layer, make_call, workspace, kind, format, sizes, num_toke
 
 
 @pytest.mark.parametrize("num_tokens", [16, 300, 2000])
-@pytest.mark.parametrize("format", ["fp8_block", "fp8_channel", "bf16"])
+@pytest.mark.parametrize("format", ["fp8_block", "fp8_channel", "bf16", *MX_BOUNDS])
 def test_no_gate_with_biases(make_layer, make_call, workspace, format, num_tokens):
     import cupy
 
-    sizes = 8, 512, 272
+    form = format_of(format)
+    sizes = 8, 512, align(272, form.intermediate_step)
     layer = make_layer(*sizes, format=format, gated=False)
     biases = random_biases(*sizes, seed=3, xp=cupy, gated=False)
     biases = {"w13_bias": biases.w13, "w2_bias": biases.w2}
     codes = layer.codes
     scales = codes.w13_scale, codes.w2_scale
-    layer = layer._replace(weights=ExpertWeights(codes.w13, codes.w2, *scales, **biases))
-    call = make_call(layer, num_tokens, 2)
-    x = call.bf16 if format == "bf16" else call.fp8
+    said = format if form.is_mx else None
+    weights = ExpertWeights(codes.w13, codes.w2, *scales, **biases, format=said)
+    call = make_call(layer._replace(weights=weights), num_tokens, 2)
+    x = call.fp8 if form.quantizes else call.bf16
     for variant in ({"activation": "relu2_no_gate"}, {"activation": "silu_no_gate"}):
         for on_input in (False, True):
             variant |= {"apply_router_weight_on_input": on_input, "routed_scaling_factor": 2.5}
             y = call.run(x, workspace, **variant)
-            call.check(y, BF16_BOUND if format == "bf16" else 4e-2, **variant, **biases)
+            call.check(y, 4e-2 if form.quantizes else BF16_BOUND, **variant, **biases)
 
 
 def with_scales(layer, w13_scale, w2_scale, **options):
@@ -407,11 +433,12 @@ def test_biases(make_layer, make_call, workspace, dtype, gate_up, sizes, num_tok
 
 
 @pytest.mark.parametrize("num_tokens", [1, 60, 1500])
-def test_expert_counts(make_layer, make_call, workspace, num_tokens):
+@pytest.mark.parametrize("format", ["fp8_block", "mxfp4_fp8"])
+def test_expert_counts(make_layer, make_call, workspace, format, num_tokens):
     """Calls add up, overlapping ones too; y is what it is without."""
     import cupy
 
-    call = make_call(make_layer(24, 512, 256), num_tokens, 4, "unused")
+    call = make_call(make_layer(24, 512, 256, format=format), num_tokens, 4, "unused")
     plain = call.run(call.fp8, workspace)
     ids = call.tokens.topk_ids
     wanted = cupy.stack([(ids == expert).sum() for expert in range(24)])

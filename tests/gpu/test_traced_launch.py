@@ -17,6 +17,7 @@ CASES = [  # bucket, tokens, format
     ("decode", 48, "fp8_block"),
     ("prefill", 2048, "fp8_block"),
     ("decode", 48, "mxfp4_fp8"),
+    ("prefill", 2048, "mxfp4_fp8"),
     ("decode", 48, "mxfp4_bf16"),
 ]
 
