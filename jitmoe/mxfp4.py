@@ -26,7 +26,7 @@ SCALE_OFFSET = 66
 _LARGEST_SCALES = {"mxfp4_fp8": 254, "mxfp4_bf16": 254 - SCALE_OFFSET}
 # W4A8 has a scale for each row, and four bits for how far below it that of 32 weights is: these,
 # 2^6 as large, are e4m3 numbers (templates/roles/expand.cuh).
-ROW_UNIT, TOP_EXPONENT = 2.0**-6, 15
+ROW_UNIT, TOP_EXPONENT = 2.0**-6, 12
 FORMATS = tuple(_LARGEST_SCALES)  # of plan.formats.FORMATS
 
 
@@ -84,8 +84,8 @@ def pack_scales(scales, format: str, gate_up: str | None, xp=np):
 
         mxfp4_bf16  of each k-block, a word for each row: its four scales
         mxfp4_fp8   f32 of each row, 2^-6 times its largest scale; then of each k-block, 16 bits for
-                    each row: of its four scales the exponent, 15 for the largest, 0 for 2^-15 of
-                    that and less
+                    each row: of its four scales the exponent, 12 for the row's largest, 0 for
+                    2^-12 of that and less
 
     A row past the end has zeros. Raises ValueError for a scale that the kernel cannot multiply by,
     NaN among them.

@@ -34,8 +34,8 @@ SIZES = {
 }
 # MXFP4's stages are half as large.
 MX_SIZES = tuple((num_stages, *more) for num_stages in range(9, 2, -1) for more in _LOCAL)
-# With stages of weights that wait to be expanded.
-EXPAND_SIZES = ((3, 3, 0, 3), (3, 2, 0, 3))
+# With stages of weights that wait to be expanded. Guess.
+EXPAND_SIZES = ((3, 3, 0, 3), (3, 3, 0, 2), (3, 2, 0, 2), (2, 3, 0, 2))
 
 # Rows beyond full tiles that an expert's last takes along in prefill, where a tile of their own
 # would read its weights again: 512 tokens of S1 and S3 -6 and -8 %, 2048 of S2 -4 %. 32 instead of
@@ -70,13 +70,9 @@ def floor(problem: MoeProblem, gpu: GpuSpec) -> Floor:
 
 
 def bucket(problem: MoeProblem) -> str:
-    """The bucket of a problem; the kernel depends on the token count through it alone. Weights that
-    are expanded into registers have tokens as columns always, as decode does.
-    """
-    form = format_of(problem.format)
-    if form.is_mx and not form.quantizes:
-        return "decode"
-    most = MX_DECODE_TOKENS_PER_EXPERT if form.is_mx else DECODE_TOKENS_PER_EXPERT
+    """The bucket of a problem; the kernel depends on the token count through it alone."""
+    is_mx = format_of(problem.format).is_mx
+    most = MX_DECODE_TOKENS_PER_EXPERT if is_mx else DECODE_TOKENS_PER_EXPERT
     return "decode" if problem.tokens_per_active_expert <= most else "prefill"
 
 
@@ -123,10 +119,12 @@ def choose(problem: MoeProblem, gpu: GpuSpec, **variant) -> MegaMoePlan:
 
 def _registers(name: str, problem: MoeProblem) -> tuple[int, int]:
     """Of the warps beside math, and of math: of those that no kernel of the bucket spills with."""
-    is_mx = format_of(problem.format).is_mx
+    form = format_of(problem.format)
+    if name == "prefill" and form.is_mx:
+        return (48, 208) if form.quantizes else (64, 192)
     if name == "prefill":
-        return (48, 208) if is_mx else (56, 224)
-    return (96, 160) if problem.gated or not is_mx else (88, 168)
+        return 56, 224
+    return (96, 160) if problem.gated or not form.is_mx else (88, 168)
 
 
 def _unroll_k(name: str, problem: MoeProblem, has_bias: bool) -> int:

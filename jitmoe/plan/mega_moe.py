@@ -73,13 +73,23 @@ class MegaMoePlan(Plan):
     @property
     def block_k(self) -> int:
         """Channels of a k-block: 128 bytes of a token, or of MXFP4's 64 bytes of a weight row."""
+        return self.landing_k // self.landing_blocks
+
+    @property
+    def landing_k(self) -> int:
+        """Channels of a weight row that land together."""
         form = format_of(self.format)
         return 128 if form.is_mx else self.block_k_bytes // form.element_bytes
 
     @property
+    def landing_blocks(self) -> int:
+        """k-blocks that land together: two where weights are expanded to bf16."""
+        return format_of(self.format).element_bytes if self.expands else 1
+
+    @property
     def weight_k_bytes(self) -> int:
-        """Of a weight row in a k-block."""
-        return format_of(self.format).weight_bytes(self.block_k)
+        """Of a weight row that land together."""
+        return format_of(self.format).weight_bytes(self.landing_k)
 
     @property
     def token_k_bytes(self) -> int:
@@ -92,7 +102,7 @@ class MegaMoePlan(Plan):
 
     @property
     def expands(self) -> bool:
-        """Whether MXFP4 weights are expanded to e4m3 in shared memory, by warps of their own."""
+        """Whether MXFP4 weights are expanded in shared memory, by warps of their own."""
         return self.is_mx and self.split_tokens
 
     @property
@@ -146,7 +156,9 @@ class MegaMoePlan(Plan):
         math = Role("math", self.num_math_warps, self.math_regs, jobs)
         if self.split_tokens:
             deliver = Role("deliver", 1, regs, "tell other blocks of tiles, list tokens to combine")
-            expand = Role("expand", self.num_expand_warps, regs, "weights from e2m1 to e4m3")
+            expand = Role(
+                "expand", self.num_expand_warps, regs, "weights from e2m1 to the tokens' type"
+            )
             return (load, schedule, feed, deliver, *[expand] * self.expands, math)
         deliver = Role("deliver", 4, regs, "tell other blocks of tiles, combine")
         return (load, schedule, gather, deliver, math)
@@ -202,6 +214,7 @@ class MegaMoePlan(Plan):
             "x_quant_scale_stride": align(self.num_k_blocks_1, 8),
             "weight_k_bytes": self.weight_k_bytes,
             "num_load_stages": self.num_load_stages,
+            "landing_blocks": self.landing_blocks,
             "landing_bytes": landing_bytes,
             "weight_tile_bytes": expanded_bytes if self.expands else landing_bytes,
             "weight_stage_bytes": landing_bytes + self.mx_bytes,

@@ -21,17 +21,14 @@ def check(plan) -> None:
         MoeProblem(0, plan.hidden, plan.intermediate, plan.num_experts, plan.top_k, plan.format)
     except ValueError as error:
         raise PlanError(str(error)) from None
-    if plan.expands and not plan.quantizes:
+    least = 2 if plan.expands else 3
+    if plan.num_stages < least:
+        raise PlanError(f"the ring needs {least} stages for loads in flight, got {plan.num_stages}")
+    if plan.num_packed_stages < 2 if plan.expands else plan.num_packed_stages != 0:
         raise PlanError(
-            f"{plan.format} has the decode bucket alone, got prefill; its tokens are columns"
+            "num_packed_stages must be 2 or more for MXFP4 in prefill and else 0, "
+            f"got {plan.num_packed_stages}"
         )
-    if plan.num_load_stages < 3:
-        raise PlanError(
-            "the ring that weights land in needs 3 stages for loads in flight, "
-            f"got {plan.num_load_stages}"
-        )
-    if plan.num_stages < 2:
-        raise PlanError(f"the main loop needs 2 stages, got {plan.num_stages}")
     if plan.num_task_slots < 2:
         raise PlanError(f"claiming ahead needs 2 task slots, got {plan.num_task_slots}")
     if not plan.split_tokens and not 1 <= plan.num_local_pairs <= 65_535:

@@ -68,7 +68,6 @@ def smem(plan) -> MemoryMap:
         regions += [
             Region("landed", "u64", (landing,), 8, "load -> expand"),
             Region("taken", "u64", (landing,), 8, "expand -> load"),
-            Region("expansions", "u32", (16, 2), 16, "all -> expand"),
         ]
     if plan.has_bias:
         regions.append(Region("bias", "u8", (slots, plan.block_rows * 4), 128, "load -> math"))

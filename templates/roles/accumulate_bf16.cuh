@@ -1,10 +1,20 @@
 // The main loop where no scales ask for promotion: the tensor cores add up a whole tile in its sums.
 
 // A k-block, 64 deep, of a warpgroup's share. Tokens as rows: all 256 weight rows at once, for then the tokens are read
-// from shared memory once.
+// from shared memory once. Beside expand warps a kernel may name 128 registers, too few for that: 128 rows twice.
 template <u32 N, u32 kStep>
 DEVICE void multiply_step(float (&sums)[kShareBlocks<true>][N], u32 weights, u32 tokens) {
-    wgmma_bf16<descriptor_step(kStep), descriptor_step(kStep)>(sums, tokens, weights);
+    if constexpr (kExpands) {
+        using Half = float[kShareBlocks<true> / 2][N];
+#pragma unroll
+        for (u32 half = 0; half < 2; ++half) {
+            wgmma_bf16<descriptor_step(kStep), descriptor_step(kStep)>(
+                reinterpret_cast<Half&>(sums[half * (kShareBlocks<true> / 2)]), tokens,
+                weights + half * descriptor_step(kBlockRows / 2 * kBlockKBytes));
+        }
+    } else {
+        wgmma_bf16<descriptor_step(kStep), descriptor_step(kStep)>(sums, tokens, weights);
+    }
 }
 
 template <u32 N, u32 kStep>
@@ -59,5 +69,11 @@ DEVICE void accumulate(const Params& p, Smem& smem, Ring<kNumStages>& ring, cons
     for (u32 m = 0; m < AllSums::kBlocks; ++m) hold_accumulators(sums.own[m]);
 #pragma unroll
     for (u32 m = 0; m < AllSums::kExtraBlocks; ++m) hold_accumulators(sums.extra[m]);
+    if constexpr (kExpands) {
+#pragma unroll
+        for (u32 m = 0; m < AllSums::kBlocks; ++m) scale_sums(sums.own[m]);
+#pragma unroll
+        for (u32 m = 0; m < AllSums::kExtraBlocks; ++m) scale_sums(sums.extra[m]);
+    }
     free_stage(smem, previous);
 }

@@ -21,8 +21,8 @@ DEVICE float scale_of_chunk(u32 exponents, u32 bit) {
     return __uint_as_float((exponent & 15u << 23) | 128u << 23);
 }
 
-// What sums are times a row's scale: codes are 2^-12 as large as that is for, chunks 2^(1 + 15).
-constexpr float kWeightUnit = 0.0625f;
+// What sums are times a row's scale: codes are 2^-12 as large as that is for, chunks 2^(1 + 12).
+constexpr float kWeightUnit = 0.5f;
 
 // The multiplies of a k-block: of each block of 64 rows and chunk in turn, 64 columns in two pieces, for partial sums
 // of all would leave no registers for a multiply in flight. Some are waited for together, as registers allow.

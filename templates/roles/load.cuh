@@ -56,7 +56,7 @@ DEVICE void role_load(const Params& p, Smem& smem, const Head&) {
         free_task(smem, slot);
         if (task.phase == kDone) return;
         trace_task(p, task);
-        const u32 num = task.k_end - task.k_begin, wanted = num - min_of(num, kClaimAhead);
+        const u32 num = ceil_div(task.k_end - task.k_begin, kLandingBlocks), wanted = num - min_of(num, kClaimAhead);
         for (u32 i = 0; i < num; ++i, ring.advance()) {
             if (i == wanted) arrive(&smem.task_wanted[slot.stage]);  // pairs with role_schedule
             u64* full = landed(smem, ring.stage);

@@ -12,5 +12,3 @@ DEVICE u64* landed(Smem& smem, u32 stage) { return &smem.full[stage]; }
 DEVICE void wait_for_room(const Params& p, Smem& smem, const Ring<kNumLoadStages>& ring) {
     wait_barrier(p, kWaitStageEmpty, &smem.empty[ring.stage], ring.stage, ring.empty_parity());
 }
-
-DEVICE void fill_expansions(Smem&) {}

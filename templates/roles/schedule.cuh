@@ -180,7 +180,7 @@ template <typename P>
 DEVICE const float* mx_scales(const P& p, const Task& task) {
     const bool gemm_1 = task.phase == kGemm1;
     const u32 tile = task.expert * (gemm_1 ? kNumTiles1 : kNumTiles2) + task.tile;
-    const u32 words = kMxRowWords + (gemm_1 ? kNumKBlocks1 : kNumKBlocks2) * kMxWords;
+    const u32 words = kMxRowWords + ceil_div(gemm_1 ? kNumKBlocks1 : kNumKBlocks2, kLandingBlocks) * kMxWords;
     return (gemm_1 ? p.w13_scale : p.w2_scale) + u64(tile) * words;
 }
 
