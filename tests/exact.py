@@ -98,8 +98,8 @@ def exact_layer(format: str) -> reference.Layer:
     return reference.Layer(*matrices)
 
 
-# 32 weights count for certain whose scale is more than 2^-15 of their row's largest, in mxfp4_fp8.
-LEAST_EXPONENT = 15
+# 32 weights count for certain whose scale is more than 2^-12 of their row's largest, in mxfp4_fp8.
+LEAST_EXPONENT = 12
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # of codes 0 .. 7; 8 more are negative
 _ONE = 127  # e8m0 of 1
 

@@ -271,7 +271,11 @@ CASES = (
     # Expanded in shared memory: tiles of both kinds, between rings as short as they may be.
     _case(
         *("prefill", (384, 96, 2, 2), (140, 30), "hot_expert"),
-        **{"num_stages": 2, "num_packed_stages": 3, "format": "mxfp4_fp8"},
+        **{"num_stages": 2, "num_packed_stages": 2, "format": "mxfp4_fp8"},
+    ),
+    _case(
+        *("prefill", (352, 96, 2, 2), (140, 30), "hot_expert"),
+        **{"num_stages": 2, "num_packed_stages": 2, "format": "mxfp4_bf16"},
     ),
     # A block that comes to its first task when others have taken it as an orphan.
     _case("decode", (128, 48, 8, 2), (2, 2, 3), num_blocks=4, overlap=True, schedules=2),

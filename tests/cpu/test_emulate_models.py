@@ -27,10 +27,10 @@ FORMATS = [(name, model.format) for name, model in MODELS.items()] + [
     ("deepseek-v4-flash", "mxfp4_fp8"),
     ("deepseek-v4-pro", "mxfp4_fp8"),
 ]
-KERNELS = [  # MXFP4 beside bf16 has decode alone
+KERNELS = [
     pytest.param(name, format, bucket, id=f"{name}-{format}-{bucket}")
     for name, format in FORMATS
-    for bucket in list(NUM_TOKENS)[: 1 if format == "mxfp4_bf16" else 2]
+    for bucket in NUM_TOKENS
 ]
 
 

@@ -28,7 +28,7 @@ EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 4, 256, 272, 2
 KINDS = ("relu2_no_gate", "silu_no_gate", "gelu_tanh_no_gate", "gelu_erf_no_gate")
 TOKENS = [5, 20, 150]
 KERNELS = ["fp8_block", "fp8_channel", "bf16"]  # fp8_tensor has that of channels
-WITH_MX = [*KERNELS, "mxfp4_fp8"]  # which expands its weights in prefill
+WITH_MX = [*KERNELS, "mxfp4_fp8", "mxfp4_bf16"]  # which expand their weights in prefill
 
 
 def has_f32(scale):

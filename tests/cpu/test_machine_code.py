@@ -33,6 +33,7 @@ CASES = [
     ("mxfp4_fp8", "decode", BIASES, {}),
     ("mxfp4_fp8", "prefill", {}, {}),
     ("mxfp4_bf16", "decode", {}, {}),
+    ("mxfp4_bf16", "prefill", {}, {}),
     ("mxfp4_bf16", "decode", BIASES, {"trace": True}),
 ]
 

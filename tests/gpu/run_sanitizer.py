@@ -37,6 +37,7 @@ CASES = [
     (4, 384, 96, 2, 150, "prefill", 0, True, "mxfp4_fp8"),
     (2, 384, 224, 2, 204, "prefill", 0, False, "mxfp4_fp8"),
     (4, 352, 96, 2, 70, "decode", 64, True, "mxfp4_bf16"),
+    (2, 128, 96, 2, 204, "prefill", 0, True, "mxfp4_bf16"),
     (4, 176, 80, 2, 70, "decode", 2048, True, "bf16"),
     (2, 176, 80, 2, 204, "prefill", 0, True, "bf16"),
     (2, 384, 208, 2, 204, "prefill", 0, False, "fp8_channel"),

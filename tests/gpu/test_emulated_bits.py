@@ -40,6 +40,7 @@ PLANS = [
     ("decode", "mxfp4_fp8"),
     ("prefill", "mxfp4_fp8"),
     ("decode", "mxfp4_bf16"),
+    ("prefill", "mxfp4_bf16"),
 ]
 TOKEN_COUNTS = (1, 9, 40, 130)
 

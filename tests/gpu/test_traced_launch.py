@@ -19,6 +19,7 @@ CASES = [  # bucket, tokens, format
     ("decode", 48, "mxfp4_fp8"),
     ("prefill", 2048, "mxfp4_fp8"),
     ("decode", 48, "mxfp4_bf16"),
+    ("prefill", 2048, "mxfp4_bf16"),
 ]
 
 
