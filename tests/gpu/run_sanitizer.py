@@ -24,7 +24,7 @@ from jitmoe.plan.problem import MAX_TOKENS, MoeProblem
 from jitmoe.run.driver import device_spec
 
 # experts, hidden, intermediate, top_k, tokens, bucket, pairs a CTA sorts alone, x is bf16, and the
-# format unless it is fp8_block. With 204 tokens each of two experts has 141 rows, 13 beyond a full
+# format unless it is fp8_block. With 204 tokens some of two experts has up to 13 rows beyond a full
 # tile.
 CASES = [
     (4, 256, 128, 2, 5, "decode", 2048, True),
