@@ -19,8 +19,9 @@ from jitmoe.plan.variant import is_gated
 # prefill's time at 32 of S1 to S4, 1.24 to 1.33 at 96 and 128 (H200, 2026-11-30).
 DECODE_TOKENS_PER_EXPERT = 64.0
 # Of MXFP4 beside e4m3 tokens, whose wide tiles cost the decode kernel more: prefill takes 1.05 to
-# 1.17 of its time at 16 of S1 to S3, 1.00 at 24 of S4, 0.83 to 0.88 at 32 (H200, 2026-11-30).
-MX_DECODE_TOKENS_PER_EXPERT = 24.0
+# 1.17 of its time at 16 of S1 to S3, 1.00 at 24 of S4, 0.83 to 0.88 at 32. Beside bf16 tokens 1.2
+# to 1.4 at 24 and 32 of S1 to S4, 0.7 at 128 (H200, 2026-11-30), so for them it is 64 too: a guess.
+W4A8_DECODE_TOKENS_PER_EXPERT = 24.0
 
 # (stages, task slots, pairs sorted locally) tried, best first. 3 x 32 KiB in flight saturate
 # memory, 4 or 5 stages are steadier (decode stream, 2026-11-29). Deliver warps hold a task slot
@@ -71,8 +72,8 @@ def floor(problem: MoeProblem, gpu: GpuSpec) -> Floor:
 
 def bucket(problem: MoeProblem) -> str:
     """The bucket of a problem; the kernel depends on the token count through it alone."""
-    is_mx = format_of(problem.format).is_mx
-    most = MX_DECODE_TOKENS_PER_EXPERT if is_mx else DECODE_TOKENS_PER_EXPERT
+    is_w4a8 = problem.format == "mxfp4_fp8"
+    most = W4A8_DECODE_TOKENS_PER_EXPERT if is_w4a8 else DECODE_TOKENS_PER_EXPERT
     return "decode" if problem.tokens_per_active_expert <= most else "prefill"
 
 

@@ -9,8 +9,8 @@ import pytest
 from jitmoe.plan.gpu import GPUS, gpu_spec, match_device
 from jitmoe.plan.heuristics import (
     DECODE_TOKENS_PER_EXPERT,
-    MX_DECODE_TOKENS_PER_EXPERT,
     SIZES,
+    W4A8_DECODE_TOKENS_PER_EXPERT,
     bucket,
     choose,
     decode_limit,
@@ -562,14 +562,14 @@ def mx_prefill():
 
 
 def test_buckets_of_mxfp4():
-    """Of fewer tokens in decode than FP8."""
+    """Beside e4m3 tokens fewer are in decode than of FP8, beside bf16 as many as of bf16."""
     limit = decode_limit(MX)
     loads = [with_tokens(MX, n).tokens_per_active_expert for n in (limit, limit + 1)]
-    assert loads[0] <= MX_DECODE_TOKENS_PER_EXPERT < loads[1] and limit < decode_limit(S1)
+    assert loads[0] <= W4A8_DECODE_TOKENS_PER_EXPERT < loads[1] and limit < decode_limit(S1)
     buckets = [choose(with_tokens(MX, n), H200).bucket for n in (0, 1, limit, limit + 1, 8192)]
     assert buckets == ["decode"] * 3 + ["prefill"] * 2
     in_bf16 = replace(MX, format="mxfp4_bf16")
-    assert decode_limit(in_bf16) == limit
+    assert decode_limit(in_bf16) == decode_limit(replace(S1, format="bf16"))
     for problem in (MX, in_bf16):
         assert plans_of_model(problem, H200).keys() == {"decode", "prefill"}
 
