@@ -49,7 +49,7 @@ class Format:
 FORMATS = {
     **{f"fp8_{s}": Format(8, 1, 128, 16, s) for s in SCALES},
     "bf16": Format(16, 2, 16, 16, None),
-    "mxfp4_fp8": Format(4, 1, 128, 32, "mx"),
+    "mxfp4_fp8": Format(4, 1, 32, 32, "mx"),
     "mxfp4_bf16": Format(4, 2, 32, 32, "mx"),
 }
 

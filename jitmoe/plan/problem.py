@@ -21,7 +21,7 @@ class MoeProblem:
     """One mixture-of-experts layer call.
 
     num_tokens    rows of x (0 to 262,144)
-    hidden        columns of x, a multiple of 128 (bf16: of 16; mxfp4_bf16: of 32) up to 16,384
+    hidden        columns of x, a multiple of 128 (bf16: of 16; MXFP4: of 32) up to 16,384
     intermediate  channels of an expert between its two GEMMs, a multiple of 16 (MXFP4: of 32) up to
                   32,768
     num_experts   experts held here, 1 to 1,024

@@ -94,7 +94,7 @@ def token_strides(shape, strides, num_tokens: int, hidden: int) -> tuple[int, in
     """From token to token and from group to group of 128 channels, in units of `strides`: of scales
     for each, for each token, or one for all. Raises ValueError for other shapes.
     """
-    shape, groups = tuple(shape), hidden // QUANT_GROUP
+    shape, groups = tuple(shape), ceil_div(hidden, QUANT_GROUP)
     if shape == (num_tokens, groups):
         return tuple(strides)
     if shape in ((num_tokens,), (num_tokens, 1)):

@@ -48,17 +48,17 @@ BF16_SHAPES = [
     ModelShape("smallest", 16, 16, 1, 1, "test"),
 ]
 RAGGED = ModelShape("ragged 288", 512, 288, 12, 2, "test")  # a kernel of it spilled without a gate
-# Weights in MXFP4: the shapes of the bench and gpt-oss's, whose rows are padded for e4m3 tokens.
+# Weights in MXFP4: the shapes of the bench, gpt-oss's and the smallest.
 MX_SHAPES = {
-    **{
-        (name, format): shape
-        for name, shape in SHAPES.items()
-        for format in ("mxfp4_fp8", "mxfp4_bf16")
-    },
-    ("gpt-oss", "mxfp4_bf16"): MoeProblem(1, 2880, 2880, 32, 4, "bf16"),
-    ("gpt-oss, padded", "mxfp4_fp8"): MoeProblem(1, 2944, 2880, 32, 4, "bf16"),
-    ("smallest", "mxfp4_bf16"): MoeProblem(1, 32, 32, 1, 1, "bf16"),
-    ("smallest", "mxfp4_fp8"): MoeProblem(1, 128, 32, 1, 1, "bf16"),
+    (name, format): shape
+    for name, shape in (
+        SHAPES
+        | {
+            "gpt-oss": MoeProblem(1, 2880, 2880, 32, 4, "bf16"),
+            "smallest": MoeProblem(1, 32, 32, 1, 1, "bf16"),
+        }
+    ).items()
+    for format in ("mxfp4_fp8", "mxfp4_bf16")
 }
 # And as gpt-oss has them; stamps take registers.
 MX_FIELDS = {

@@ -169,7 +169,7 @@ def too_large(code, scales=LAYER.w2_scale):
         ({"w13": LAYER.w13.reshape(4, 192, 8, 16)}, ["w13 must have shape [num_experts", "8, 16]"]),
         ({"w13": LAYER.w13[:, :191]}, ["2 * intermediate, hidden]", "[4, 191, 128]"]),
         ({"w13": LAYER.w13[:, :160]}, ["intermediate must be a multiple of 32", "got 80; pad"]),
-        ({"w13": LAYER.w13[..., :96].copy()}, ["hidden must be a multiple of 128", "got 192; pad"]),
+        ({"w13": LAYER.w13[..., :88].copy()}, ["hidden must be a multiple of 32", "got 176; pad"]),
         ({"w2": LAYER.w2[:, :128]}, ["w2 must have shape [4, 256, 48], got [4, 128, 48]"]),
         (
             {"w2": np.zeros((4, 256, 64), np.uint8)},

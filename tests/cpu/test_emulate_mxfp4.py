@@ -38,18 +38,10 @@ TOP_K = 2
 # hidden, intermediate, experts: k-blocks of 128 that end where the row does and, 32 or 96 channels
 # before, inside; tiles of 128 channels and 256 rows that do and do not; one k-block; one expert.
 SIZES = {
-    "mxfp4_fp8": {
-        "whole": (256, 256, 4),
-        "ragged": (384, 224, 6),
-        "narrow": (128, 32, 2),
-        "one expert": (640, 352, 1),
-    },
-    "mxfp4_bf16": {
-        "whole": (256, 256, 4),
-        "ragged": (352, 224, 6),
-        "narrow": (32, 32, 2),
-        "one expert": (544, 352, 1),
-    },
+    "whole": (256, 256, 4),
+    "ragged": (352, 224, 6),
+    "narrow": (32, 32, 2),
+    "one expert": (544, 352, 1),
 }
 BOTH = pytest.mark.parametrize("format", FORMATS)
 KERNELS = tuple((format, bucket) for format in FORMATS for bucket in ("decode", "prefill"))
@@ -67,7 +59,7 @@ def plan_for(format, bucket, *sizes, **fields):
 
 
 def make(format, bucket, sizes, max_tokens, checked=False, **fields):
-    hidden, intermediate, experts = SIZES[format][sizes]
+    hidden, intermediate, experts = SIZES[sizes]
     plan = plan_for(format, bucket, hidden, intermediate, experts, TOP_K, **fields)
     layer = reference.random_layer(experts, hidden, intermediate, seed=1, format=format)
     return EmulatedLayer(plan, layer, max_tokens, num_blocks=3, checked=checked)
@@ -111,7 +103,7 @@ def check(emulated, num_tokens, routing="unused", seed=2, scales=None):
     return y
 
 
-@pytest.fixture(scope="module", params=[(*k, s) for k in KERNELS for s in SIZES[k[0]]], ids=str)
+@pytest.fixture(scope="module", params=[(*k, s) for k in KERNELS for s in SIZES], ids=str)
 def emulated(request):
     return make(*request.param, max_tokens=300)
 
@@ -394,7 +386,7 @@ def test_largest_scales(format, bucket, largest_of):
 # Variants, through the door
 
 
-HIDDEN = {"mxfp4_fp8": 384, "mxfp4_bf16": 352}
+HIDDEN = 352
 INTERMEDIATE, EXPERTS = 224, 4
 VARIANTS = [
     {},
@@ -409,7 +401,7 @@ VARIANTS = [
 @BOTH
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_variants(format, variant):
-    sizes = EXPERTS, HIDDEN[format], INTERMEDIATE
+    sizes = EXPERTS, HIDDEN, INTERMEDIATE
     layer = reference.random_layer(*sizes, seed=1, format=format)
     options, named = dict(variant), {}
     order = {"gate_up": options.pop("gate_up", "gate_first")}
@@ -440,9 +432,9 @@ def test_variants(format, variant):
 @ALL
 def test_traces(format, bucket):
     num_tokens = {"decode": 20, "prefill": 200}[bucket]
-    layer = reference.random_layer(EXPERTS, HIDDEN[format], INTERMEDIATE, seed=1, format=format)
+    layer = reference.random_layer(EXPERTS, HIDDEN, INTERMEDIATE, seed=1, format=format)
     weights = wrap(layer, format)
-    x, *routing = reference.random_tokens(num_tokens, HIDDEN[format], EXPERTS, TOP_K, 2)
+    x, *routing = reference.random_tokens(num_tokens, HIDDEN, EXPERTS, TOP_K, 2)
     call = fp8.encode_bf16(x), *routing
     out = np.empty_like(call[0])
     traced = trace(*call, weights, out=out, backend="emulated")
@@ -454,11 +446,9 @@ def test_traces(format, bucket):
 @ALL
 def test_expert_counts(format, bucket):
     num_tokens = {"decode": 20, "prefill": 200}[bucket]
-    layer = reference.random_layer(EXPERTS, HIDDEN[format], INTERMEDIATE, seed=1, format=format)
+    layer = reference.random_layer(EXPERTS, HIDDEN, INTERMEDIATE, seed=1, format=format)
     weights = wrap(layer, format)
-    x, ids, router = reference.random_tokens(
-        num_tokens, HIDDEN[format], EXPERTS, TOP_K, 2, "unused"
-    )
+    x, ids, router = reference.random_tokens(num_tokens, HIDDEN, EXPERTS, TOP_K, 2, "unused")
     call, counts = (fp8.encode_bf16(x), ids, router), np.full(EXPERTS, 5, np.int32)
     y = mega_moe(*call, weights, expert_counts=counts, backend="emulated")
     assert counts.tolist() == [5 + (ids == expert).sum() for expert in range(EXPERTS)]
