@@ -1,6 +1,7 @@
-// What the expand warps make of MXFP4 weights beside bf16 tokens: two k-blocks of what lands together. The exponent and
-// mantissa bits of e2m1 at bit 6 are a bf16 number 2^-126 as large, subnormals too. Packed scales are 2^66 as large, so
-// that the weights stay normal for scales from 2^-65 on, and the sums make up for the rest.
+// What the expand warps make of MXFP4 weights beside bf16 tokens: codes times scales, two k-blocks of what lands
+// together. The exponent and mantissa bits of e2m1 at bit 6 are a bf16 number 2^-126 as large, subnormals too. Packed
+// scales are 2^66 as large, so that the weights stay normal for scales from 2^-65 on, and the sums make up for the
+// rest.
 template <u32 kNum>
 DEVICE void scale_sums(float (&sums)[kNum]) {
 #pragma unroll

@@ -2,8 +2,7 @@
 // that the scale of its 32 is of the row's largest, which is the channel's scale (channel_scales.cuh). That power is
 // 2^(exponent - 12); exponent 0 stands for smaller ones too, and has no 0.5.
 
-// Bytes of the eight magnitudes, times 2^(exponent - 6). e4m3 has its exponent in bits 3..6: that of 0.5 is the
-// chunk's.
+// The eight magnitudes times 2^(exponent - 6), in e4m3, whose exponent is bits 3..6: that of 0.5 is the chunk's.
 DEVICE uint2 magnitudes_of(u32 exponent) {
     return make_uint2(exponent * 0x08080800u + 0x0c080000u, exponent * 0x08080808u + 0x1c181410u);
 }
@@ -11,8 +10,8 @@ DEVICE uint2 magnitudes_of(u32 exponent) {
 // Eight codes. A selector of bytes is three bits of a code; its sign is the fourth.
 DEVICE uint2 expand_codes(u32 codes, uint2 of_magnitude) {
     constexpr u32 kSigns = 0x80808080u;
-    const u32 magnitudes = codes & 0x77777777u,
-              even = codes << 4;  // signs of even codes in bits 7, of odd ones in codes
+    const u32 magnitudes = codes & 0x77777777u;
+    const u32 even = codes << 4;  // signs of even codes at bit 7 of a byte, as those of odd ones in `codes`
     return make_uint2(
         permute_bytes(of_magnitude.x, of_magnitude.y, magnitudes) | (permute_bytes(even, codes, 0x5140) & kSigns),
         permute_bytes(of_magnitude.x, of_magnitude.y, magnitudes >> 16) |

@@ -1,6 +1,6 @@
 // MXFP4 weights: e2m1 codes, two a byte, the first in the low half, and a scale in e8m0, 2^(byte - 127), for 32 along a
-// row (OCP Microscaling Formats 1.0). Where tokens are columns, they stay so in shared memory: math warps expand the
-// codes of their rows into registers, the tensor cores' first operand, so tokens are always columns.
+// row (OCP Microscaling Formats 1.0). In decode they stay so in shared memory: math warps expand the codes of their
+// rows into registers, the tensor cores' first operand.
 
 static_assert(!kSplitTokens && kWeightKBytes == 64, "a k-block is 128 codes of a row, tokens are its columns");
 
