@@ -89,8 +89,8 @@ def choose(problem: MoeProblem, gpu: GpuSpec, **variant) -> MegaMoePlan:
         )
     name, has_bias = bucket(problem), variant.get("has_bias", False)
     is_mx = format_of(problem.format).is_mx
-    if is_mx and variant.get("batch_invariant"):
-        name = "decode"  # prefill adds a k-block's products up in another order
+    if has_one_bucket(problem.format, variant.get("batch_invariant", False)):
+        name = "decode"
     sizes = {"decode": MX_SIZES, "prefill": EXPAND_SIZES} if is_mx else SIZES
     producer_regs, math_regs = _registers(name, problem)
     for num_stages, num_task_slots, num_local_pairs, *packed in sizes[name]:
@@ -151,9 +151,14 @@ def plans_of_model(problem: MoeProblem, gpu: GpuSpec, **variant) -> dict[str, Me
     """
     plans = {}
     for num_tokens in (1, MAX_TOKENS):
-        sized = replace(problem, num_tokens=num_tokens)
-        plans.setdefault(bucket(sized), choose(sized, gpu, **variant))
+        plan = choose(replace(problem, num_tokens=num_tokens), gpu, **variant)
+        plans.setdefault(plan.bucket, plan)
     return plans
+
+
+def has_one_bucket(format: str, batch_invariant: bool) -> bool:
+    """Whether decode serves all token counts: MXFP4 in prefill is added up in another order."""
+    return batch_invariant and format_of(format).is_mx
 
 
 def decode_limit(problem: MoeProblem) -> int:

@@ -581,6 +581,7 @@ def test_batch_invariant_plans_of_mxfp4_are_one(format):
     problems = [replace(MX, num_tokens=n, format=format) for n in counts]
     plans = {choose(problem, H200, batch_invariant=True) for problem in problems}
     assert [plan.bucket for plan in plans] == ["decode"]
+    assert plans_of_model(problems[0], H200, batch_invariant=True) == {"decode": plans.pop()}
     in_fp8 = [choose(replace(p, format="fp8_block"), H200, batch_invariant=True) for p in problems]
     assert in_fp8[-1].bucket == "prefill"
 
