@@ -183,8 +183,6 @@ class MegaMoePlan(Plan):
 
     @property
     def derived_constants(self) -> dict[str, int]:
-        landing_bytes = self.block_rows * self.weight_k_bytes
-        expanded_bytes = self.block_rows * self.block_k_bytes
         mx_row_words = self.block_rows * (self.is_mx and self.quantizes)
         return {
             "block_tokens": self.block_tokens,
@@ -215,14 +213,24 @@ class MegaMoePlan(Plan):
             "weight_k_bytes": self.weight_k_bytes,
             "num_load_stages": self.num_load_stages,
             "landing_blocks": self.landing_blocks,
-            "landing_bytes": landing_bytes,
-            "weight_tile_bytes": expanded_bytes if self.expands else landing_bytes,
-            "weight_stage_bytes": landing_bytes + self.mx_bytes,
+            "landing_bytes": self.landing_bytes,
+            "weight_tile_bytes": self.weight_tile_bytes,
+            "weight_stage_bytes": self.landing_bytes + self.mx_bytes,
             "token_k_bytes": self.token_k_bytes,
             "token_tile_bytes": self.tile_tokens * self.token_k_bytes,
             **variant.row_constants(self),
             **variant.function_constants(self.activation),
         } | ({"trace_capacity": self.trace_capacity} if self.trace else {})
+
+    @property
+    def landing_bytes(self) -> int:
+        """Of a tile's weights that land together."""
+        return self.block_rows * self.weight_k_bytes
+
+    @property
+    def weight_tile_bytes(self) -> int:
+        """As the tensor cores or math warps read them."""
+        return self.block_rows * self.block_k_bytes if self.expands else self.landing_bytes
 
     @property
     def mx_bytes(self) -> int:
@@ -271,14 +279,7 @@ class MegaMoePlan(Plan):
         """Regions that must be zero before the first launch; launches leave them ready for the
         next.
         """
-        words, tokens = self.bank_words(num_tokens), max(num_tokens, 1)
-        return MemoryMap(
-            (
-                Region("header", "u32", (64,), 256, "launch parity, abort"),
-                Region("banks", "u32", (2, words), 256, "counters, by launch parity"),
-                Region("combine_count", "u32", (tokens, self.num_tiles_2), 256, "self-resetting"),
-            )
-        )
+        return mega_moe_scratch.control(self, num_tokens)
 
     def workspace_bytes(self, num_tokens: int) -> int:
         """Device memory a workspace needs for calls of up to `num_tokens` tokens."""

@@ -1,4 +1,4 @@
-"""What the fused layer's kernel keeps in device memory within a launch."""
+"""What the fused layer's kernel keeps in device memory, within a launch and between launches."""
 
 from __future__ import annotations
 
@@ -33,6 +33,18 @@ def scratch(plan, num_tokens: int) -> MemoryMap:
             Region("slices", "u16", (pairs, plan.hidden), 256),
             Region("parts", "f32", parts_shape(plan), 256),
             *([plan.trace_rings(plan.max_blocks)] if plan.trace else []),
+        )
+    )
+
+
+def control(plan, num_tokens: int) -> MemoryMap:
+    """Regions of a MegaMoePlan that are zero before the first launch."""
+    words, tokens = plan.bank_words(num_tokens), max(num_tokens, 1)
+    return MemoryMap(
+        (
+            Region("header", "u32", (64,), 256, "launch parity, abort"),
+            Region("banks", "u32", (2, words), 256, "counters, by launch parity"),
+            Region("combine_count", "u32", (tokens, plan.num_tiles_2), 256, "self-resetting"),
         )
     )
 

@@ -14,15 +14,15 @@ def smem(plan) -> MemoryMap:
     others = f"load, {feeder}, deliver, {'expand, ' * plan.expands}math"
     to_roles, from_roles = f"schedule -> {others}", f"{others} -> schedule"
     token_tile = tokens * plan.token_k_bytes
-    c, landing = plan.derived_constants, plan.num_load_stages
+    landing = plan.num_load_stages
     weights_from = "expand" if plan.expands else "load"
     transpose = 2048 if plan.split_tokens else 1024  # 16 rows of 128 bytes; 32 of 2 x 16
     regions = [
         Region(
-            "weight_tiles", "u8", (stages, c["weight_tile_bytes"]), 1024, f"{weights_from} -> math"
+            "weight_tiles", "u8", (stages, plan.weight_tile_bytes), 1024, f"{weights_from} -> math"
         ),
         *(
-            [Region("packed_tiles", "u8", (landing, c["landing_bytes"]), 1024, "load -> expand")]
+            [Region("packed_tiles", "u8", (landing, plan.landing_bytes), 1024, "load -> expand")]
             if plan.expands
             else []
         ),

@@ -62,6 +62,7 @@ DEVICE void apply_channel_scales(Smem& smem, const Share& share, float (&sums)[k
                 four[1] *= two.y;
                 four[2] *= two.x;
                 four[3] *= two.y;
+                if (kHasBias && kExpands && j % 2 == 1) sync_warp();  // not all scales ahead: as below
             } else {
                 const u32 row = share.first_row + m * 64 + share.warp * 16 + lane / 4;
                 const float low = scales[row], high = scales[row + 8];

@@ -117,14 +117,15 @@ struct Sums {
 };
 
 // kUnroll k-blocks, each of blocks of 64 weight rows. Two accumulators alternate: the tensor cores fill one while the
-// other is promoted; beside sums of extra tokens there are registers for one. The last wait leaves nothing in flight,
-// else ptxas serialises the loop around this (C7514).
+// other is promoted; beside sums of extra tokens, or biases and expand warps, there are registers for one. The last
+// wait leaves nothing in flight, else ptxas serialises the loop around this (C7514).
 template <u32 kUnroll, u32 N, bool kTokenRows, bool kHasExtra>
 DEVICE void multiply(const Params& p, Smem& smem, Ring<kNumStages>& ring, const Operands& at,
                      Sums<N, kTokenRows, kHasExtra>& sums) {
     constexpr u32 kBlocks = Sums<N, kTokenRows, kHasExtra>::kBlocks;
     constexpr u32 kSteps = kBlocks + Sums<N, kTokenRows, kHasExtra>::kExtraBlocks, kAllSteps = kUnroll * kSteps;
-    constexpr u32 kAhead = kHasExtra ? 0 : 1;  // steps in flight while one is promoted
+    // Steps in flight while one is promoted.
+    constexpr u32 kAhead = kHasExtra || (kHasBias && kExpands) ? 0 : 1;
     float partial[kAhead + 1][N / 2], extra_partial[kExtraColumns / 2];
     Promotion<N, kTokenRows> promotion;
     u32 weights = 0, tokens = 0;
