@@ -75,7 +75,8 @@ class ExpertWeights:
     scales     "block", "channel" or "tensor": the kind of both (default: by their shapes, "block"
                where those of a tiny layer fit two)
     format     "mxfp4_fp8" or "mxfp4_bf16" for MXFP4, whose tokens are multiplied in e4m3 or in
-               bf16; others are found by dtype and scales
+               bf16; others are found by dtype and scales. In mxfp4_fp8, weights of a scale that is
+               2^-12 of the largest of their row or less are off by up to 6 * 2^-12 of that
 
     Scales of FP8 may be in e8m0 too. Those in e8m0 are copied here, in f32 or for MXFP4 in an order
     of the kernel's own, which waits for the GPU, and later writes to them are not seen; MXFP4's may
