@@ -67,7 +67,8 @@ def mega_moe(
     first_expert  id of the first expert of `weights`, where ids count those of all ranks
     batch_invariant
                   whether a token gets the same bits whatever other tokens are in the call; costs
-                  time where a call has few tiles, which are else cut along their sums
+                  time where a call has few tiles, which are else cut along their sums, and with
+                  MXFP4 weights where it has many tokens, for decode's kernel serves them too
     out           [num_tokens, hidden] bf16, written in place (default: a new array of x's family)
     expert_counts None, or [num_experts] int32, to which the call adds how many slots of its tokens
                   each expert of `weights` got; whoever reads it clears it

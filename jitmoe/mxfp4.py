@@ -25,7 +25,7 @@ _TILE_ROWS, _K_GROUPS = 256, 4  # of a kernel's tile; groups of 32 in a k-block
 SCALE_OFFSET = 66
 _LARGEST_SCALES = {"mxfp4_fp8": 254, "mxfp4_bf16": 254 - SCALE_OFFSET}
 # W4A8 has a scale for each row, and four bits for how far below it that of 32 weights is: these,
-# 2^6 as large, are e4m3 numbers (templates/roles/expand.cuh).
+# 2^6 as large, are e4m3 numbers (templates/roles/expand_e4m3.cuh).
 ROW_UNIT, TOP_EXPONENT = 2.0**-6, 12
 FORMATS = tuple(_LARGEST_SCALES)  # of plan.formats.FORMATS
 
@@ -140,9 +140,10 @@ def packed_shape(num_experts: int, rows: int, cols: int, format: str, gate_up: s
 def tile_rows(rows: int, format: str | None, gate_up: str | None):
     """Which of an expert's rows the numbers of a k-block are of: int64 [tiles, 256], -1 for none.
 
-    In the order that threads read them in: math's for mxfp4_bf16 (templates/roles/mxfp4.cuh,
-    chunk_scales), expand's for mxfp4_fp8 (expand.cuh, expand_tile); None for rows as they lie in
-    the tile, which is gate and up in groups of 8 by turns, or as in the matrix.
+    In the order that threads read them in: math's for mxfp4_bf16
+    (templates/roles/accumulate_mxfp4_bf16.cuh, chunk_scales), expand's for mxfp4_fp8
+    (expand_e4m3.cuh, load_scales); None for rows as they lie in the tile, which is gate and up in
+    groups of 8 by turns, or as in the matrix.
     """
     at = np.arange(rows)
     if gate_up is not None:
