@@ -112,7 +112,7 @@ def choose(problem: MoeProblem, gpu: GpuSpec, **variant) -> MegaMoePlan:
             format=problem.format,
             **variant,
         )
-        if plan.smem.num_bytes <= gpu.smem_bytes:
+        if replace(plan, trace=True).smem.num_bytes <= gpu.smem_bytes:  # it may be traced later
             plan.check(gpu)
             return plan
     raise PlanError(f"no ring of 3 stages fits {gpu.smem_bytes:,} B of shared memory for {problem}")

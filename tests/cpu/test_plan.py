@@ -6,6 +6,7 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 
+from jitmoe.plan.formats import FORMATS
 from jitmoe.plan.gpu import GPUS, gpu_spec, match_device
 from jitmoe.plan.heuristics import (
     DECODE_TOKENS_PER_EXPERT,
@@ -203,7 +204,21 @@ def test_one_more_stage_would_not_fit():
         assert 3 <= plan.num_stages <= SIZES[plan.bucket][0][0]
         if plan.num_stages < SIZES[plan.bucket][0][0]:
             more = replace(plan, num_stages=plan.num_stages + 1, num_local_pairs=512)
-            assert more.smem.num_bytes > H200.smem_bytes
+            assert replace(more, trace=True).smem.num_bytes > H200.smem_bytes
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_chosen_plan_can_be_traced(format):
+    for num_experts, has_bias, num_tokens in product(range(1, 257, 5), (False, True), (1, 8192)):
+        problem = MoeProblem(
+            num_tokens=num_tokens,
+            hidden=4096,
+            intermediate=1536,
+            num_experts=num_experts,
+            top_k=1,
+            format=format,
+        )
+        replace(choose(problem, H200, has_bias=has_bias), trace=True).check(H200)
 
 
 def test_plan_depends_on_tokens_through_the_bucket_alone():
