@@ -10,6 +10,7 @@ import pickle
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -121,10 +122,8 @@ def _serve(links: dict[Connection, int], outcomes: list[Outcome], deadline: floa
 
 
 def _try_send(link: Connection, message) -> None:
-    try:
+    with suppress(OSError):  # it has just died: its end will be received
         link.send(message)
-    except OSError:
-        pass  # it has just died: its end will be received
 
 
 def _run(

@@ -1,4 +1,4 @@
-"""One rank's part in a collective allocation: its own memory, and that of the others mapped here."""
+"""One rank's part in a collective allocation: its own memory, and the others' mapped here."""
 
 from __future__ import annotations
 

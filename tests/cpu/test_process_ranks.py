@@ -1,4 +1,4 @@
-"""The tests' own ranks: what is said of processes that raise, die or hang, and that none is left."""
+"""The tests' own ranks: what is said of processes that raise, die or hang; none is left."""
 
 import multiprocessing
 import os
