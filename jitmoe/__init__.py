@@ -11,6 +11,9 @@ from jitmoe.plan.plan import PlanError
 from jitmoe.plan.problem import MoeProblem
 from jitmoe.plan.variant import Activation
 from jitmoe.run.driver import DriverError
+from jitmoe.run.peer_group import PeerGroup
+from jitmoe.run.ranks import RankError, RankMismatch
+from jitmoe.run.symmetric import LocalGroup
 from jitmoe.run.workspace import CaptureError, DeviceTimeout, Workspace
 from jitmoe.traced import trace
 from jitmoe.tracing.trace import Trace
@@ -23,9 +26,13 @@ __all__ = [
     "DeviceTimeout",
     "DriverError",
     "ExpertWeights",
+    "LocalGroup",
     "MegaMoePlan",
     "MoeProblem",
+    "PeerGroup",
     "PlanError",
+    "RankError",
+    "RankMismatch",
     "Trace",
     "Workspace",
     "mega_moe",
