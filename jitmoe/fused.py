@@ -9,8 +9,8 @@ from jitmoe import fused_ranks
 from jitmoe.arguments import Fit, check_call, read_call, split_x
 from jitmoe.plan.mega_moe import MegaMoePlan
 from jitmoe.plan.spread import stride
-from jitmoe.plan.variant import KINDS, Activation, Variant
-from jitmoe.planned import bucket_edges, find_plan
+from jitmoe.plan.variant import Activation, Variant
+from jitmoe.planned import find_plan
 from jitmoe.prepare import prepare
 from jitmoe.run import arrays
 from jitmoe.run.arrays import host_view, view
