@@ -22,7 +22,8 @@ def make_layer(num_experts, format="fp8_block", hidden=HIDDEN, intermediate=INTE
 
 def weights_of(layer, format="fp8_block", first=0, num=None):
     """Of some experts of a layer: views of the same memory."""
-    parts = [part if part is None else part[first:][:num] for part in layer]
+    parts = layer.w13, layer.w2, layer.w13_scale, layer.w2_scale
+    parts = [part if part is None else part[first:][:num] for part in parts]
     return ExpertWeights(*parts, format=format if format_of(format).is_mx else None)
 
 
@@ -44,16 +45,9 @@ class Ranks:
     def tokens(self, counts, routing="uniform", seed=1):
         import cupy
 
+        sizes = self.whole.hidden, self.num_experts, self.top_k
         return [
-            reference.random_tokens(
-                num,
-                self.whole.hidden,
-                self.num_experts,
-                self.top_k,
-                seed + 97 * rank,
-                routing,
-                cupy,
-            )
+            reference.random_tokens(num, *sizes, seed + 97 * rank, routing, cupy)
             for rank, num in enumerate(counts)
         ]
 
