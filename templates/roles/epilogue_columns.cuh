@@ -127,7 +127,7 @@ DEVICE void store_mid_columns(const Params& p, Smem& smem, const Task& task, con
 
 template <u32 N>
 DEVICE void store_slices_columns(const Params& p, Smem& smem, const Task& task, const Share& share, const u32* pairs,
-                                 const float (&sums)[kShareBlocks<false>][N / 2]) {
+                                 const u32* used, const float (&sums)[kShareBlocks<false>][N / 2]) {
     constexpr u32 kTokens = min_of(N, 32u);  // of one pass
     const u32 lane = lane_idx();
     u8* buffer = smem.transpose[share.group * 4 + share.warp];
@@ -155,7 +155,7 @@ DEVICE void store_slices_columns(const Params& p, Smem& smem, const Task& task, 
             for (u32 i = lane; i < kTokens * 2; i += kWarpThreads) {
                 const u32 token = first + i / 2, half = i % 2;
                 if (token >= share.num_tokens || channel >= kHidden) continue;
-                *reinterpret_cast<uint4*>(slice_of_pair(p, pairs[token]) + channel + half * 8) =
+                *reinterpret_cast<uint4*>(slice_of_pair(p, pairs[token], used[token]) + channel + half * 8) =
                     *reinterpret_cast<const uint4*>(buffer + (half * kTokens + i / 2) * 16);
             }
             sync_warp();

@@ -92,7 +92,7 @@ DEVICE void store_mid_rows(const Params& p, Smem& smem, const Task& task, const 
 
 template <u32 N>
 DEVICE void store_slices_rows(const Params& p, Smem& smem, const Task& task, const Share& share, const u32* pairs,
-                              const float (&sums)[kShareBlocks<true>][N / 2]) {
+                              const u32* used, const float (&sums)[kShareBlocks<true>][N / 2]) {
     const u32 lane = lane_idx();
     u8* buffer = smem.transpose[share.group * 4 + share.warp];
     // Lane l stores 8 channels of rows l / 8, + 4, + 8 and + 12.
@@ -100,7 +100,7 @@ DEVICE void store_slices_rows(const Params& p, Smem& smem, const Task& task, con
 #pragma unroll
     for (u32 i = 0; i < 4; ++i) {
         const u32 token = share.warp * 16 + i * 4 + lane / 8;
-        rows[i] = token < share.num_tokens ? slice_of_pair(p, pairs[token]) + lane % 8 * 8 : nullptr;
+        rows[i] = token < share.num_tokens ? slice_of_pair(p, pairs[token], used[token]) + lane % 8 * 8 : nullptr;
     }
 #pragma unroll
     for (u32 m = 0; m < kShareBlocks<true>; ++m) {

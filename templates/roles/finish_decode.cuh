@@ -11,10 +11,12 @@ DEVICE void combine_tokens(const Params& p, const Task& task, const u32* pairs, 
     if (i < task.num_rows) {
         token = pairs[i] / kTopK;
         used = used_of_row[i];
-        u32* count = p.combine_count + u64(token) * kNumTiles2 + task.tile;
-        // Releases this tile's slices and, for the last, acquires all others': pairs with itself in other CTAs.
-        last = fetch_add_acq_rel_gpu(count, 1) + 1 == __popc(used);
-        if (last) store_relaxed_gpu(count, 0);  // ready for the next launch
+        if (!goes_alone(used)) {
+            u32* count = p.combine_count + u64(token) * kNumTiles2 + task.tile;
+            // Releases this tile's slices and, for the last, acquires all others': pairs with itself in other CTAs.
+            last = fetch_add_acq_rel_gpu(count, 1) + 1 == __popc(used);
+            if (last) store_relaxed_gpu(count, 0);  // ready for the next launch
+        }
     }
     u32 ready = __ballot_sync(kFullMask, last);
     if (ready != 0) sync_warp();  // what the last have acquired is ordered before every lane's loads

@@ -45,10 +45,13 @@ DEVICE void role_deliver(const Params& p, Smem& smem, const Head& head) {
             if (row < task.num_rows) {
                 token = smem.task_rows[slot.stage][row] / kTopK;
                 used = smem.task_used[slot.stage][row];
-                u32* count = p.combine_count + u64(token) * kNumTiles2 + task.tile;
-                // Releases this tile's slices and, for the last, acquires all others': pairs with itself in other CTAs.
-                last = fetch_add_acq_rel_gpu(count, 1) + 1 == __popc(used);
-                if (last) store_relaxed_gpu(count, 0);  // ready for the next launch
+                if (!goes_alone(used)) {
+                    u32* count = p.combine_count + u64(token) * kNumTiles2 + task.tile;
+                    // Releases this tile's slices and, for the last, acquires all others': pairs with itself in other
+                    // CTAs.
+                    last = fetch_add_acq_rel_gpu(count, 1) + 1 == __popc(used);
+                    if (last) store_relaxed_gpu(count, 0);  // ready for the next launch
+                }
             }
             const u32 lasts = __ballot_sync(kFullMask, last);
             if (last) {

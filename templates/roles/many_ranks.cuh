@@ -50,8 +50,11 @@ DEVICE u16* slot_row(const Params& p, u32 token, u32 slot) {
     return slots + (u64(token % p.rank_tokens) * kTopK + slot) * kHidden;
 }
 
+// Whether a token's row travels as it is, where its slots `used` hold experts here.
+DEVICE bool goes_alone(u32 used) { return !kPresum || __popc(used) == 1; }
+
 // Where GEMM 2 leaves a pair's row, and where the sum of a token's rows here goes: to its first slot of this rank.
-DEVICE u16* slice_of_pair(const Params& p, u32 pair) {
-    return kPresum ? p.slices + u64(pair) * kHidden : slot_row(p, pair / kTopK, pair % kTopK);
+DEVICE u16* slice_of_pair(const Params& p, u32 pair, u32 used) {
+    return goes_alone(used) ? slot_row(p, pair / kTopK, pair % kTopK) : p.slices + u64(pair) * kHidden;
 }
 DEVICE u16* sum_target(const Params& p, u32 token, u32 used) { return slot_row(p, token, __ffs(used) - 1); }

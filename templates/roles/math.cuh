@@ -186,13 +186,14 @@ DEVICE void multiply(const Params& p, Smem& smem, Ring<kNumStages>& ring, const 
 template <u32 N, bool kTokenRows, u32 kBlocks>
 DEVICE void store(const Params& p, Smem& smem, const Task& task, const Share& share, u32 slot,
                   const RouterWeights<N, kTokenRows>& weights, const u32* pairs, float (&sums)[kBlocks][N / 2]) {
+    const u32* used = smem.task_used[slot] + share.first_token;
     if constexpr (kTokenRows) {
         if (task.phase == kGemm1) {
             add_bias<kGemm1>(p, smem, task, share, slot, weights, sums);
             store_mid_rows<N>(p, smem, task, share, weights, sums);
         } else {
             add_bias<kGemm2>(p, smem, task, share, slot, weights, sums);
-            store_slices_rows<N>(p, smem, task, share, pairs + share.first_token, sums);
+            store_slices_rows<N>(p, smem, task, share, pairs + share.first_token, used, sums);
         }
     } else {
         if (task.phase == kGemm1) {
@@ -200,7 +201,7 @@ DEVICE void store(const Params& p, Smem& smem, const Task& task, const Share& sh
             store_mid_columns<N>(p, smem, task, share, weights, sums);
         } else {
             add_bias<kGemm2>(p, smem, task, share, slot, weights, sums);
-            store_slices_columns<N>(p, smem, task, share, pairs + share.first_token, sums);
+            store_slices_columns<N>(p, smem, task, share, pairs + share.first_token, used, sums);
         }
     }
 }

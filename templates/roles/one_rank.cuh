@@ -15,7 +15,8 @@ DEVICE u16 load_expert(const Params& p, u32 pair) {
 DEVICE float router_weight(const Params& p, u64 pair) { return own_weight(p, pair); }
 
 // Where GEMM 2 leaves a pair's row, and where the sum of a token's rows goes.
-DEVICE u16* slice_of_pair(const Params& p, u64 pair) { return p.slices + pair * kHidden; }
+DEVICE bool goes_alone(u32) { return false; }
+DEVICE u16* slice_of_pair(const Params& p, u64 pair, u32) { return p.slices + pair * kHidden; }
 DEVICE u16* sum_target(const Params& p, u32 token, u32) { return p.y + i64(token) * p.y_stride; }
 
 // Launches of one rank are told apart by their parity alone.

@@ -14,8 +14,8 @@ constexpr u32 kTaskConsumers = 1 + (kSplitTokens ? 1 : kNumGatherWarps * kWarpTh
                                (kDeliverWarpEnd - kDeliverWarpBegin + kNumExpandWarps + kNumMathWarps) * kWarpThreads;
 
 // Blocks of one expert that are walked together for each weight tile: their tokens stay in L2 while every weight tile
-// is read once. 16 x 128 tokens of hidden 7168 are 15 MB. Guess.
-constexpr u32 kUnitBlocks = 16;
+// is read once. 16 x 128 tokens of hidden 7168 are 15 MB. Guess. Ranks of one launch share the L2.
+constexpr u32 kUnitBlocks = min_of(16u, ceil_div(32, LOCAL_RANKS));
 
 // Decode: where a GEMM has so few tiles that CTAs would have nothing to do, its tiles are tasks in parts along k. Sums
 // of parts are rounded otherwise than one sum, and nothing else that rounds depends on the batch.
