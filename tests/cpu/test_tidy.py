@@ -78,6 +78,7 @@ ORDER = {
         "file_handover",
         "shared_allocation",
         "peer_group",
+        "group_workspace",
     ],
     "peers": [
         "peer",
