@@ -147,7 +147,7 @@ class PeerGroup(Group):
                 # Each zeroed its own before it came here, and none returns before all have mapped.
                 step = "map the memory of the other ranks"
                 bases = self._together(step, partial(share.open, tickets))[self.rank]
-                share.stop_listening()
+                share.stop_handing()
             except RankError:
                 # CUDA IPC: nobody frees what another still has open.
                 self._together("let go of the memory of the other ranks", share.close_others)

@@ -26,16 +26,20 @@ class SharedAllocation:
         self._rank, self._num_ranks, self._timeout_s = rank, num_ranks, timeout_s
         self._handover: FileHandover | None = None
         self._own: Mapping | None = None
-        self._others = ExitStack()
+        self._own_file = -1
+        self._others, self._handing = ExitStack(), ExitStack()
 
     def create(self, num_bytes: int) -> Ticket:
         """Allocate and zero the own memory. Returns what the other ranks need to open it."""
         self._own = self._memory.create(num_bytes)
         self._device.zero(self._own)
-        if not self._memory.is_file:
-            return self._own.num_bytes, self._memory.export(self._own)
-        self._handover = FileHandover(self._rank, self._num_ranks, self._timeout_s)
-        return self._own.num_bytes, self._handover.address
+        name = self._memory.export(self._own)
+        if self._memory.is_file:
+            self._handing.callback(os.close, name)
+            self._handover = FileHandover(self._rank, self._num_ranks, self._timeout_s)
+            self._handing.callback(self._handover.close)
+            self._own_file, name = name, self._handover.address
+        return self._own.num_bytes, name
 
     def open(self, tickets: Sequence[Ticket]) -> list[int]:
         """Map the memory of the other ranks, whose `tickets` are by rank. Returns all addresses."""
@@ -54,19 +58,17 @@ class SharedAllocation:
         if self._handover is None:
             yield [name for _, name in tickets]
             return
-        with ExitStack() as files:
-            own = self._memory.export(self._own)
-            files.callback(os.close, own)
-            names = self._handover.exchange(own, [address for _, address in tickets])
-            for file in names:
+        files = self._handover.exchange(self._own_file, [address for _, address in tickets])
+        try:
+            yield files
+        finally:
+            for file in files:
                 if file is not None:
-                    files.callback(os.close, file)
-            yield names
+                    os.close(file)
 
-    def stop_listening(self) -> None:
+    def stop_handing(self) -> None:
         """Once no rank has to be handed anything any more."""
-        if self._handover is not None:
-            self._handover.close()
+        self._handing.close()
 
     def close_others(self) -> None:
         """Let go of the other ranks' memory."""
@@ -83,5 +85,5 @@ class SharedAllocation:
         with ExitStack() as steps:  # all are taken even if one fails
             steps.callback(self.close_own)
             steps.callback(self.close_others)
-            steps.callback(self.stop_listening)
+            steps.callback(self.stop_handing)
             self._device.synchronize()

@@ -1,8 +1,8 @@
 """Device memory that processes share: made by one, opened by others, through the driver alone.
 
 Handles are of two kinds. "vmm": memory of cuMemCreate, told by a file descriptor, alive until the
-last process lets go of it. "ipc": memory of cuMemAlloc, told by 64 bytes, which its owner should
-free last.
+last process lets go of it. "ipc": memory of cuMemAlloc, told by 64 bytes; what others see once its
+owner freed it is undefined.
 """
 
 from __future__ import annotations

@@ -96,11 +96,15 @@ def test_other_users_get_no_file(make, monkeypatch):
         return real(link) + (link.getsockname() != "")  # only accepted ones have a name
 
     monkeypatch.setattr(file_handover, "_user_of", user_of)
-    for rank, error in enumerate(exchange(make(2, timeout_s=0.3))):
+    parts = make(2, timeout_s=0.3)
+    with socket.socket(socket.AF_UNIX) as link:
+        link.connect(file_handover._name(parts[0].address))
+        link.sendall(file_handover._RANK.pack(1))
+        (error,) = exchange(parts, ranks=[0])
         assert isinstance(error, TimeoutError)
-        assert str(error) == (
-            f"rank {1 - rank} did not come for the file of rank {rank} within 0.3 s"
-        )
+        assert str(error) == "rank 1 did not come for the file of rank 0 within 0.3 s"
+        with suppress(ConnectionResetError):
+            assert socket.recv_fds(link, 4, 1)[:2] == (b"", [])
 
 
 def test_ranks_that_do_not_come_are_named(make):
