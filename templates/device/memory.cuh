@@ -26,14 +26,32 @@ DEVICE void store_release_gpu(u32* address, u32 value) {
 // What this thread did in global memory is done before what follows.
 DEVICE void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
-// Host memory: the host polls it.
-DEVICE void store_release_sys(u32* address, u32 value) {
-    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+// System scope: memory that other GPUs or the host access too.
+DEVICE u32 load_relaxed_sys(const u32* address) {
+    u32 value;
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+
+DEVICE u32 load_acquire_sys(const u32* address) {
+    u32 value;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
 }
 
 DEVICE void store_relaxed_sys(u32* address, u32 value) {
     asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
+
+DEVICE void store_release_sys(u32* address, u32 value) {
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+DEVICE void add_release_sys(u32* address, u32 value) {
+    asm volatile("red.release.sys.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+DEVICE void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 DEVICE void add_release_gpu(u32* address, u32 value) {
     asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");

@@ -13,10 +13,18 @@ DEVICE void store_release_gpu(u32* address, u32 value) { emu::store(address, val
 // What this thread did in global memory is done before what follows: so it always is here.
 DEVICE void fence_gpu() {}
 
-// Host memory: the host polls it.
-DEVICE void store_release_sys(u32* address, u32 value) { emu::store(address, value, emu::kRelease, emu::kSys); }
+// System scope: memory that other GPUs or the host access too.
+DEVICE u32 load_relaxed_sys(const u32* address) { return emu::load(address, emu::kRelaxed, emu::kSys); }
+
+DEVICE u32 load_acquire_sys(const u32* address) { return emu::load(address, emu::kAcquire, emu::kSys); }
 
 DEVICE void store_relaxed_sys(u32* address, u32 value) { emu::store(address, value, emu::kRelaxed, emu::kSys); }
+
+DEVICE void store_release_sys(u32* address, u32 value) { emu::store(address, value, emu::kRelease, emu::kSys); }
+
+DEVICE void add_release_sys(u32* address, u32 value) { emu::fetch_add(address, value, emu::kRelease, emu::kSys); }
+
+DEVICE void fence_sys() {}
 
 DEVICE void add_release_gpu(u32* address, u32 value) { emu::fetch_add(address, value, emu::kRelease, emu::kGpu); }
 
