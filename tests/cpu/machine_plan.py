@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -86,6 +86,7 @@ class MachinePlan(Plan):
             Param("words", "u32*", "[256]"),
             Param("peers", "u32* const*", "words of every rank"),
             Param("rank", "u32"),
+            Param("launch", "u32"),
             Param("header", "u32*"),
             Param("status", "u32*"),
             Param("timeout_us", "u32"),
@@ -116,6 +117,7 @@ def run(
     body: str,
     *,
     num_ranks: int = 1,
+    num_launches: int = 1,
     num_blocks: int = 1,
     cluster_size: int = 1,
     seed: int = 0,
@@ -123,11 +125,12 @@ def run(
     in_stream: bool = False,
     late: Mapping[int, Mapping[str, np.ndarray]] = MappingProxyType({}),
     plan: MachinePlan = PLAN,
+    **options,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(data, words) of every rank after a launch. Raises EmulationError.
+    """(data, words) of every rank after its launches. Raises EmulationError.
 
-    In a stream the launches share `words`, and `late` has late contents by launch; late data are an
-    input.
+    In a stream the ranks are launches that share `words`, and `late` has late contents by launch;
+    late data are an input. `options` go to `launch`.
     """
     executable = build(render_kernel(directory, body, plan=plan), plan.name, checked)
     ranks, results = [], []
@@ -153,6 +156,13 @@ def run(
         }
         scalars = {"rank": rank, "timeout_us": 1_000_000}
         ranks.append(Rank(arrays, scalars, maps, num_blocks, late_contents))
-    options = {"cluster_size": cluster_size, "in_stream": in_stream}
+    options |= {"cluster_size": cluster_size, "in_stream": in_stream}
+    if num_launches > 1:
+        options["in_stream"] = True
+        ranks = [
+            replace(rank, scalars=rank.scalars | {"launch": number}, stream=stream)
+            for number in range(num_launches)
+            for stream, rank in enumerate(ranks)
+        ]
     launch(executable, plan, ranks, seed=seed, timeout_s=60, **options)
     return results

@@ -164,6 +164,11 @@ u32 compare_and_swap(u32* address, u32 expected, u32 desired, Order order, Scope
     return old;
 }
 
+void fence(Scope scope) {
+    maybe_switch();
+    check_fence(scope);
+}
+
 void fence_async_shared() {
     maybe_switch();
     fence_proxy(kAsyncSharedView);

@@ -89,7 +89,7 @@ static void switch_to(void** save, Fiber* next) {
     if (next == nullptr) {
         emu_switch(save, main_stack_pointer);
     } else {
-        const Grid& grid = machine.grids[machine.blocks[next->block].grid];
+        const Grid& grid = machine.grid_of(next->block);
         here = {next->thread, next->block - grid.first_block, grid.num_blocks};
         emu_switch(save, next->stack_pointer);
     }
@@ -104,10 +104,11 @@ std::string place_name(const Fiber& fiber) {
 }
 
 std::string block_name(u32 block) {
-    const u32 rank = machine.blocks[block].grid;
-    const std::string name = "block " + std::to_string(block - machine.grids[rank].first_block);
-    const char* const of = machine.in_stream ? " of launch " : " of rank ";
-    return machine.grids.size() == 1 ? name : name + of + std::to_string(rank);
+    const Grid& grid = machine.grid_of(block);
+    std::string name = "block " + std::to_string(block - grid.first_block);
+    if (machine.grids.size() > machine.streams.size()) name += " of launch " + std::to_string(grid.launch);
+    if (machine.streams.size() > 1) name += " of rank " + std::to_string(machine.streams[grid.stream].number);
+    return name;
 }
 
 void fail(const char* format, ...) {
@@ -154,7 +155,8 @@ static std::string describe(const Fiber& fiber) {
                           machine.blocks[fiber.block].free_regs);
             return text;
         case Waiting::kStart: {
-            const Grid& before = machine.grids[machine.blocks[fiber.block].grid - 1];
+            const Grid& grid = machine.grid_of(fiber.block);
+            const Grid& before = machine.grids[machine.streams[grid.stream].grids[grid.launch - 1]];
             std::snprintf(text, sizeof text, "the launch before it to let it start: %u of %u blocks do",
                           before.num_letting_next_start, before.num_blocks);
             return text;
@@ -173,7 +175,7 @@ static void report_stall() {
         const Fiber* lanes = &machine.fibers[warp * kWarpLanes];
         std::map<std::string, u32> waits;
         for (u32 lane = 0; lane < kWarpLanes; ++lane) {
-            if (lanes[lane].state != Fiber::kExited) waits[describe(lanes[lane])] |= 1u << lane;
+            if (!lanes[lane].is_over()) waits[describe(lanes[lane])] |= 1u << lane;
         }
         for (const auto& [what, mask] : waits) {
             std::printf("  %s", place_name(lanes[0]).c_str());
@@ -217,7 +219,7 @@ static Fiber* pick() {
             Fiber* fiber = ready[index];
             ready[index] = ready.back();
             ready.pop_back();
-            return fiber;
+            if (!keeps(fiber)) return fiber;
         }
     }
 }
@@ -247,11 +249,15 @@ void block_on(const Waiting& waiting) {
 void wake(Fiber* fiber) {
     if (fiber->state != Fiber::kBlocked) return;
     fiber->state = Fiber::kReady;
-    ready.push_back(fiber);
+    make_ready(fiber);
 }
 
+void make_ready(Fiber* fiber) { ready.push_back(fiber); }
+
+void at_step(u64 step, std::function<void()> work) { events.push({step, num_events++, std::move(work)}); }
+
 void later(u32 max_delay, std::function<void()> work) {
-    events.push({machine.step + 1 + machine.random.below(max_delay), num_events++, std::move(work)});
+    at_step(machine.step + 1 + machine.random.below(max_delay), std::move(work));
 }
 
 // After a stall time flies, so that every wait runs out of its budget, whenever it began.
@@ -317,7 +323,7 @@ void start(void (*the_kernel)(const void*)) {
         }
         fiber.is_starved = is_starved;
         fiber.stack_pointer = new_stack_frame(stack + kGuardBytes + kStackBytes, fiber_main);
-        if (machine.in_stream && machine.blocks[fiber.block].grid > 0) {
+        if (machine.grid_of(fiber.block).launch > 0) {
             fiber.state = Fiber::kBlocked;
             fiber.waiting.kind = Waiting::kStart;
         } else {
@@ -325,7 +331,8 @@ void start(void (*the_kernel)(const void*)) {
         }
     }
     start_checking();
-    start_stream();
+    start_streams();
+    start_delays();
     switch_to(&main_stack_pointer, pick());
     machine.current = nullptr;
     check_registers();
