@@ -235,9 +235,7 @@ def _grids(
             yield f"address {place.number} {at} {places[target].number}"
 
 
-def _suffixes(
-    streams: Sequence[int], places: Mapping[tuple[int, str], _Place]
-) -> dict[int, str]:
+def _suffixes(streams: Sequence[int], places: Mapping[tuple[int, str], _Place]) -> dict[int, str]:
     """By array whose it is, where it is not everyone's: @rank1, @launch0, @launch0@rank1."""
     users = defaultdict(set)
     for (rank, _), place in places.items():
@@ -246,7 +244,9 @@ def _suffixes(
     for number, ranks in users.items():
         stream = streams[min(ranks)]
         launch = [rank for rank, of in enumerate(streams) if of == stream].index(min(ranks))
-        of_launch = f"@launch{launch}" if len(ranks) == 1 and len(set(streams)) < len(streams) else ""
+        of_launch = (
+            f"@launch{launch}" if len(ranks) == 1 and len(set(streams)) < len(streams) else ""
+        )
         is_one = len({streams[rank] for rank in ranks}) == 1 < len(set(streams))
         suffixes[number] = of_launch + (f"@rank{stream}" if is_one else "")
     return suffixes

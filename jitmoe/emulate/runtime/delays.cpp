@@ -1,5 +1,6 @@
 // What may befall a stream, that is a rank: it is held back now and then for long, so that ranks drift apart, or ends
-// for ever. What its copies have under way lands all the same.
+// for ever. What its copies have under way lands all the same. Links between ranks have no delay: a store is in a peer's
+// memory at once, and who reads it there without a release and an acquire is found by the checked build alone.
 #include <utility>
 
 #include "machine.h"
@@ -44,8 +45,9 @@ bool keeps(Fiber* fiber) {
     return stream.is_held;
 }
 
-void kill_stream(u32 index) {
-    Stream& stream = machine.streams[index];
+void kill_stream() {
+    Stream& stream = machine.streams[machine.killed_stream];
+    machine.killed_at = ~0ull;
     stream.is_killed = true;
     u32 num_killed = 0;
     for (Fiber& fiber : machine.fibers) {
@@ -54,6 +56,7 @@ void kill_stream(u32 index) {
         num_killed += 1;
     }
     machine.num_exited += num_killed;
+    machine.progress += 1;
     std::printf("rank %u was killed at step %llu: %u of its threads had not ended\n", stream.number, machine.step,
                 num_killed);
 }

@@ -238,7 +238,9 @@ struct Machine {
     bool expired = false;        // it runs out now: until the stalled launch is over
     bool has_expired = false;
     u64 stalled_at = 0, flown_ns = 0;
-    bool delays = false;  // streams are held back at random
+    bool delays = false;    // streams are held back at random
+    u32 killed_stream = 0;  // from this step on
+    u64 killed_at = ~0ull;
     std::vector<Region> regions;
     std::vector<SharedRegion> shared_regions;
     std::vector<RoleRange> roles;
@@ -275,7 +277,6 @@ void block_on(const Waiting& waiting);    // until wake()
 void wake(Fiber* fiber);
 void make_ready(Fiber* fiber);
 void later(u32 max_delay, std::function<void()> work);  // asynchronous work, in any order
-void at_step(u64 step, std::function<void()> work);
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));  // the kernel broke a rule
 void end_expiry();
 std::string place_name(const Fiber& fiber);
@@ -307,7 +308,7 @@ void check_access(const void* pointer, u32 num_bytes, Access access, const void*
 void check_access(const void* pointer, u32 num_bytes, Access access, const void* at, const Fiber& fiber,
                   Scope scope = kSys);
 bool check_async_access(const AsyncAgent& agent, const void* pointer, u32 num_bytes, Access access, View view,
-                        const void* at);     // false: it reads garbage
+                        const void* at);             // false: it reads garbage
 SharedClocks end_launches_before(const Grid& grid);  // and its late contents are written
 void print_garbage();
 void check_word(const u32* word, bool loads, bool stores, Order order, Scope scope, const void* at);
@@ -321,7 +322,7 @@ void thread_exited(const Fiber& fiber);
 void start_delays();
 void hold_at_random(Stream& stream);
 bool keeps(Fiber* fiber);  // from running now
-void kill_stream(u32 index);
+void kill_stream();
 
 // cluster.cpp
 u32 block_in_cluster(u32 rank);      // of the running thread

@@ -93,9 +93,8 @@ static int run() {
             machine.delays = true;
         } else if (word == "kill") {  // stream, step
             u32 stream;
-            u64 step;
-            std::cin >> stream >> step;
-            at_step(step, [=] { kill_stream(stream_index(stream)); });
+            std::cin >> stream >> machine.killed_at;
+            machine.killed_stream = stream_index(stream);
         } else if (word == "hardware_sums") {
             machine.hardware_sums = true;
         } else if (word == "file") {

@@ -265,16 +265,6 @@ static const char* name_of(Scope scope) {
     return kNames[scope];
 }
 
-// The first release that was seen and orders nothing, for the report of a race.
-static std::string first_narrow;
-
-static void note_narrow(const Fiber& reader, const u32* word, u32 writer, Scope scope) {
-    if (!first_narrow.empty()) return;
-    first_narrow = "  note: " + address_name(word) + " was released by " + block_name(writer) + " and loaded by " +
-                   place_name(reader) + " at " + name_of(scope) + " scope, which takes " +
-                   name_of(scope_of(reader.block, writer)) + " scope\n";
-}
-
 // A tensor copy may bring in rows that others are writing, if nobody uses them: such bytes become garbage instead, and
 // the result tells whether they were used.
 static std::string first_garbage;
@@ -285,11 +275,14 @@ static bool is_atomic(Access access) { return access == Access::kAtomicLoad || a
 // Reports a race and ends, or returns: the read brings garbage.
 static void report(const void* pointer, const Record& now, Access access, const Record& before, Access access_before,
                    bool lacks_fence) {
-    const char* why = "  no release and acquire, barrier or completion orders them\n";
-    if (lacks_fence) why = "  ordered in the generic proxy only: a fence.proxy.async is missing\n";
-    if (is_atomic(access) && is_atomic(access_before)) why = "  not atomic to each other: their scopes are too narrow\n";
+    std::string why = "no release and acquire, barrier or completion orders them";
+    if (lacks_fence) why = "ordered in the generic proxy only: a fence.proxy.async is missing";
+    if (is_atomic(access) && is_atomic(access_before)) {
+        why = std::string("not atomic to each other: at ") + name_of(now.scope) + " and " + name_of(before.scope) +
+              " scope";
+    }
     const std::string text = address_name(pointer) + "\n" + describe("", now, access) +
-                             describe("earlier ", before, access_before) + why + first_narrow;
+                             describe("earlier ", before, access_before) + "  " + why + "\n";
     if (!reads_garbage(now, access) && !reads_garbage(before, access_before)) {
         std::printf("data race on %s", text.c_str());
         fail("data race");
@@ -335,8 +328,10 @@ static void access_shadow(Checked& c, const u8* at, Shadow& shadow) {
     };
     const bool stores = c.access == Access::kWrite || c.access == Access::kAtomicStore;
     check(c, at, shadow.write, Access::kWrite);
-    if (stores) check_all(Access::kRead);
-    if (stores) check_all(Access::kAtomicLoad);
+    if (stores) {
+        check_all(Access::kRead);
+        check_all(Access::kAtomicLoad);
+    }
     check_all(Access::kAtomicStore);
     if (c.access == Access::kWrite) {
         shadow = Shadow{c.now, {}};
@@ -408,8 +403,8 @@ bool check_async_access(const AsyncAgent& agent, const void* pointer, u32 num_by
 }
 
 // The end of a stream's launches puts all that they did, in any proxy, before what comes after in that stream. Late
-// contents are written at that moment, with atomic stores: who has not waited may look with an atomic load, and sees old
-// words or new ones.
+// contents are written at that moment, with atomic stores: who has not waited may look with an atomic load, and sees
+// old words or new ones.
 SharedClocks end_launches_before(const Grid& grid) {
     if (!machine.checked) return {};
     constexpr u32 kOver = ~0u;  // as an epoch: all of them
@@ -449,12 +444,11 @@ void check_word(const u32* word, bool loads, bool stores, Order order, Scope sco
     const Fiber& self = *machine.current;
     Thread& thread = threads[agent_of(self)];
     SyncWord& sync = sync_words[word];
-    for (auto& [from, clock] : sync) {
+    for (const auto& [from, clock] : sync) {
         if (!loads) break;
         const Scope both = narrower(scope, from.second), least = scope_of(self.block, from.first);
-        if (both < least) {
-            note_narrow(self, word, from.first, both);
-        } else if (order == kAcquire || order == kAcqRel) {
+        if (both < least) continue;
+        if (order == kAcquire || order == kAcqRel) {
             acquire_generic(self, clock);
         } else if (!includes(*thread.known[kGenericView], clock)) {
             thread.seen[least].join(clock);

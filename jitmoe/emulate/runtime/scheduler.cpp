@@ -204,6 +204,7 @@ static void nothing_ready() {
 static Fiber* pick() {
     for (;;) {
         machine.step += 1;
+        if (machine.step >= machine.killed_at) kill_stream();
         if (!events.empty() && (ready.empty() || events.top().due <= machine.step)) {
             if (events.top().due > machine.step) machine.step = events.top().due;
             const auto work = std::move(const_cast<Event&>(events.top()).work);
@@ -254,10 +255,8 @@ void wake(Fiber* fiber) {
 
 void make_ready(Fiber* fiber) { ready.push_back(fiber); }
 
-void at_step(u64 step, std::function<void()> work) { events.push({step, num_events++, std::move(work)}); }
-
 void later(u32 max_delay, std::function<void()> work) {
-    at_step(machine.step + 1 + machine.random.below(max_delay), std::move(work));
+    events.push({machine.step + 1 + machine.random.below(max_delay), num_events++, std::move(work)});
 }
 
 // After a stall time flies, so that every wait runs out of its budget, whenever it began.
