@@ -48,7 +48,9 @@ _BANNER = re.compile(r"^// ==== (.+) ====$")
 
 # Behind the text: what runtime/main.cpp calls.
 _TAIL = """
-extern "C" void emu_kernel(const void* params) {{ {name}(*static_cast<const Params*>(params)); }}
+template <typename P>
+void emu_call(void (*kernel)(P), const void* params) {{ kernel(*static_cast<const P*>(params)); }}
+extern "C" void emu_kernel(const void* params) {{ emu_call({name}, params); }}
 extern "C" {{
 extern const emu::u32 emu_params_bytes, emu_checked;
 const emu::u32 emu_params_bytes = sizeof(Params), emu_checked = {checked};

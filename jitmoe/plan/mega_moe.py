@@ -7,6 +7,7 @@ from functools import cached_property
 
 from jitmoe.plan import (
     mega_moe_check,
+    mega_moe_constants,
     mega_moe_params,
     mega_moe_scratch,
     mega_moe_smem,
@@ -16,7 +17,6 @@ from jitmoe.plan.formats import format_of
 from jitmoe.plan.gpu import GpuSpec
 from jitmoe.plan.memory_map import MemoryMap, Region, align, ceil_div
 from jitmoe.plan.plan import WARP_THREADS, Param, Plan, PlanError, Role
-from jitmoe.plan.problem import QUANT_GROUP
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,9 @@ class MegaMoePlan(Plan):
     interleaved: bool = False
     has_bias: bool = False
     format: str = "fp8_block"
+    num_ranks: int = 1
+    local_ranks: int = 1  # that one launch serves, with as many blocks each
+    presum: bool = True  # a rank sums a token's rows before they travel
 
     name = "mega_moe"
     block_rows = 256
@@ -129,7 +132,7 @@ class MegaMoePlan(Plan):
         may start while the launch before them in the stream ends.
         """
         local = not self.split_tokens and num_tokens * self.top_k <= self.num_local_pairs
-        return not local or (x_is_bf16 and self.quantizes)
+        return not local or (x_is_bf16 and self.quantizes) or self.num_ranks > 1
 
     @property
     def tile_tokens(self) -> int:
@@ -183,44 +186,7 @@ class MegaMoePlan(Plan):
 
     @property
     def derived_constants(self) -> dict[str, int]:
-        mx_row_words = self.block_rows * (self.is_mx and self.quantizes)
-        return {
-            "block_tokens": self.block_tokens,
-            "tile_tokens": self.tile_tokens,
-            "block_rows": self.block_rows,
-            "block_k_bytes": self.block_k_bytes,
-            "element_bytes": format_of(self.format).element_bytes,
-            "quantizes": int(self.quantizes),
-            "has_block_scales": int(format_of(self.format).scales == "block"),
-            "promotes": int(self.promotes),
-            "channel_scales": int(format_of(self.format).has_channel_scales or mx_row_words > 0),
-            "has_chunk_scales": int(self.has_chunk_scales),
-            "expands": int(self.expands),
-            "mx_row_words": mx_row_words,
-            "mx_words": self.mx_bytes // 4,
-            "max_blocks": self.max_blocks,
-            "split_tokens": int(self.split_tokens),
-            "num_gather_warps": 0 if self.split_tokens else self.num_gather_warps,
-            "num_expand_warps": self.num_expand_warps if self.expands else 0,
-            "num_math_warps": self.num_math_warps,
-            "num_k_blocks_1": self.num_k_blocks_1,
-            "num_k_blocks_2": self.num_k_blocks_2,
-            "num_tiles_1": self.num_tiles_1,
-            "num_tiles_2": self.num_tiles_2,
-            "mid_stride": align(self.intermediate, QUANT_GROUP),
-            "row_align": self.row_align,
-            "x_quant_scale_stride": align(self.num_k_blocks_1, 8),
-            "weight_k_bytes": self.weight_k_bytes,
-            "num_load_stages": self.num_load_stages,
-            "landing_blocks": self.landing_blocks,
-            "landing_bytes": self.landing_bytes,
-            "weight_tile_bytes": self.weight_tile_bytes,
-            "weight_stage_bytes": self.landing_bytes + self.mx_bytes,
-            "token_k_bytes": self.token_k_bytes,
-            "token_tile_bytes": self.tile_tokens * self.token_k_bytes,
-            **variant.row_constants(self),
-            **variant.function_constants(self.activation),
-        } | ({"trace_capacity": self.trace_capacity} if self.trace else {})
+        return mega_moe_constants.constants(self)
 
     @property
     def landing_bytes(self) -> int:
@@ -273,13 +239,20 @@ class MegaMoePlan(Plan):
         templates/roles/bank.cuh.
         """
         max_blocks = ceil_div(num_tokens * self.top_k, self.block_tokens) + self.num_experts
-        return align(128 + 3 * self.max_blocks + self.num_experts + max_blocks, 32)
+        counters = 128 + 3 * self.max_blocks + self.num_experts + max_blocks
+        return align(counters + (self.num_ranks > 1) * (64 + self.num_experts), 32)
 
     def control(self, num_tokens: int) -> MemoryMap:
         """Regions that must be zero before the first launch; launches leave them ready for the
         next.
         """
         return mega_moe_scratch.control(self, num_tokens)
+
+    def symmetric(self, rank_tokens: int) -> MemoryMap:
+        """What ranks write for each other, for up to `rank_tokens` tokens of each; the same in both
+        buckets.
+        """
+        return mega_moe_scratch.symmetric(self, rank_tokens)
 
     def workspace_bytes(self, num_tokens: int) -> int:
         """Device memory a workspace needs for calls of up to `num_tokens` tokens."""
@@ -288,7 +261,9 @@ class MegaMoePlan(Plan):
     @property
     def params(self) -> tuple[Param, ...]:
         has_channel_scales = format_of(self.format).has_channel_scales
-        return mega_moe_params.params(self.trace, self.has_bias, has_channel_scales)
+        return mega_moe_params.params(
+            self.trace, self.has_bias, has_channel_scales, self.num_ranks > 1
+        )
 
     def check(self, gpu: GpuSpec) -> None:
         mega_moe_check.check(self)

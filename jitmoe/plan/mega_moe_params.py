@@ -6,8 +6,16 @@ from __future__ import annotations
 
 from jitmoe.plan.plan import Param
 
+# Symmetric regions, in the order of their offsets among the parameters.
+SYMMETRIC = (
+    *("launches", "pairs_ready", "tokens_ready", "expert_done", "pair_experts", "pair_weights"),
+    *("staged_x", "staged_scale", "slots"),
+)
 
-def params(trace: bool, has_bias: bool, has_channel_scales: bool) -> tuple[Param, ...]:
+
+def params(
+    trace: bool, has_bias: bool, has_channel_scales: bool, many_ranks: bool
+) -> tuple[Param, ...]:
     """The fields of the parameter struct; tensor maps come first."""
     half = (Param("w13_scale_half_stride", "i64", "elements, from gate to up"),)
     bias = (
@@ -16,6 +24,14 @@ def params(trace: bool, has_bias: bool, has_channel_scales: bool) -> tuple[Param
         Param("w13_bias_stride", "i64", "bytes from expert to expert"),
         Param("w2_bias_stride", "i64", "bytes"),
         Param("bias_bytes", "i64", "of an element"),
+    )
+    ranks = (
+        Param("peers", "u8* const*", "symmetric memory of every rank"),
+        *(Param(f"{name}_at", "i64", "bytes into it") for name in SYMMETRIC),
+        Param("rank", "u32"),
+        Param("rank_tokens", "u32", "rows of every rank in the batch of all, num_tokens"),
+        Param("num_own_tokens", "u32", "of them, that this rank has tokens for"),
+        Param("rank_capacity", "u32", "rank_tokens that symmetric memory has room for"),
     )
     return (
         Param("w13_map", "TensorMap", "(hidden, 8 rows, gate|up, intermediate/8, expert) or as w2"),
@@ -73,4 +89,5 @@ def params(trace: bool, has_bias: bool, has_channel_scales: bool) -> tuple[Param
         Param("up_offset", "f32", "of the clamped activation"),
         Param("mid_scale_unit", "f32", "routed_scaling_factor / 448; bf16, routed_scaling_factor"),
         Param("first_expert", "u32", "id of expert 0 of the weights"),
+        *(ranks if many_ranks else ()),
     )

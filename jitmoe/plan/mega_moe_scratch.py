@@ -12,6 +12,7 @@ def scratch(plan, num_tokens: int) -> MemoryMap:
     pairs, rows = tokens * plan.top_k, plan.row_capacity(num_tokens)
     width = format_of(plan.format).element_bytes
     scale_rows = rows if plan.quantizes else 0
+    sums_here = plan.num_ranks == 1 or plan.presum
     if plan.split_tokens:
         x = (
             Region("pool", "u8", (rows, width * plan.hidden), 256),
@@ -19,7 +20,8 @@ def scratch(plan, num_tokens: int) -> MemoryMap:
         )
     else:
         # Else rows are read where they lie.
-        copies = tokens if plan.quantizes or plan.has_chunk_scales else 0
+        copies = plan.quantizes or plan.has_chunk_scales or plan.num_ranks > 1
+        copies = tokens if copies else 0
         x = (
             Region("pool", "u8", (copies, width * plan.hidden), 256),
             Region("pool_scale", "f32", (copies * plan.quantizes, c["x_quant_scale_stride"]), 256),
@@ -30,7 +32,7 @@ def scratch(plan, num_tokens: int) -> MemoryMap:
             Region("row_pairs", "u32", (rows,), 256),
             Region("mid", "u8", (rows, width * c["mid_stride"]), 256),
             Region("mid_scale", "f32", (plan.num_k_blocks_2, scale_rows), 256),
-            Region("slices", "u16", (pairs, plan.hidden), 256),
+            Region("slices", "u16", (pairs if sums_here else 0, plan.hidden), 256),
             Region("parts", "f32", parts_shape(plan), 256),
             *([plan.trace_rings(plan.max_blocks)] if plan.trace else []),
         )
@@ -45,6 +47,33 @@ def control(plan, num_tokens: int) -> MemoryMap:
             Region("header", "u32", (64,), 256, "launch parity, abort"),
             Region("banks", "u32", (2, words), 256, "counters, by launch parity"),
             Region("combine_count", "u32", (tokens, plan.num_tiles_2), 256, "self-resetting"),
+        )
+    )
+
+
+def symmetric(plan, rank_tokens: int) -> MemoryMap:
+    """Regions of a rank that other ranks write or read (templates/roles/many_ranks.cuh): those up
+    to expert_done are zero before the first launch. Doubled ones have a bank for every other one.
+    """
+    tokens, ranks = max(rank_tokens, 1), plan.num_ranks
+    pairs, c = ranks * tokens * plan.top_k, plan.derived_constants
+    row_bytes = format_of(plan.format).element_bytes * plan.hidden
+    return MemoryMap(
+        (
+            Region("launches", "u32", (1,), 256, "number of the next launch"),
+            Region("pairs_ready", "u32", (ranks,), 256, "by rank: a launch's number + 1"),
+            Region("tokens_ready", "u32", (ranks,), 256, "the same"),
+            Region("expert_done", "u32", (ranks * plan.num_experts,), 256, "the same, by expert"),
+            Region("pair_experts", "u32", (2, pairs), 256, "of all ranks' tokens"),
+            Region("pair_weights", "f32", (2, pairs), 256),
+            Region("staged_x", "u8", (2, tokens, row_bytes), 256, "of the rank's tokens"),
+            Region(
+                "staged_scale",
+                "f32",
+                (2, tokens * plan.quantizes, c["x_quant_scale_stride"]),
+                256,
+            ),
+            Region("slots", "u16", (tokens, plan.top_k, plan.hidden), 256, "rows that come back"),
         )
     )
 

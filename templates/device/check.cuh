@@ -16,6 +16,10 @@ enum Wait : u32 {
     kWaitTaskWanted = 11,
     kWaitLanded = 12,
     kWaitTaken = 13,
+    kWaitSummed = 14,
+    kWaitPairs = 15,
+    kWaitTokens = 16,
+    kWaitExpert = 17,
 };
 
 // Words of Params::header.
@@ -38,9 +42,9 @@ DEVICE void give_up(const Params& p, Wait what, u32 index, u32 expected) {
     exit_thread();
 }
 
-// Polls until `poll()` is true. `index` and `expected` go to the message.
+// Polls until `poll()` is true. `index`, which polls may change, and `expected` go to the message.
 template <typename Poll>
-DEVICE void poll_until(const Params& p, Wait what, u32 index, u32 expected, Poll poll) {
+DEVICE void poll_until(const Params& p, Wait what, const u32& index, u32 expected, Poll poll) {
     trace_begin(p, kEventWait + what, index, expected);
     const u32 start = global_timer_us();
     for (u32 polls = 1; !poll(); ++polls) {
@@ -53,6 +57,6 @@ DEVICE void poll_until(const Params& p, Wait what, u32 index, u32 expected, Poll
 
 // The same after a first look, which mostly is enough.
 template <typename Poll>
-DEVICE void wait_until(const Params& p, Wait what, u32 index, u32 expected, Poll poll) {
+DEVICE void wait_until(const Params& p, Wait what, const u32& index, u32 expected, Poll poll) {
     if (!poll()) poll_until(p, what, index, expected, poll);
 }

@@ -27,13 +27,19 @@ DEVICE u32 lane_idx() {
 #endif
     return thread % kWarpThreads;
 }
-DEVICE u32 num_blocks() { return gridDim.x; }
+#ifndef LOCAL_RANKS
+#define LOCAL_RANKS 1
+#endif
+
+// CTAs of a rank. Ranks of one launch have as many each.
+DEVICE u32 num_blocks() { return gridDim.x / LOCAL_RANKS; }
+DEVICE u32 local_rank() { return LOCAL_RANKS > 1 ? blockIdx.x / num_blocks() : 0; }
 
 // Volatile, so that it is read again where needed and not kept in a register from the start of the kernel.
 DEVICE u32 block_idx() {
     u32 index;
     asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
-    return index;
+    return LOCAL_RANKS > 1 ? index % num_blocks() : index;
 }
 
 // The shuffle tells the compiler that the index is the same in the whole warp.

@@ -74,8 +74,13 @@ constexpr u32 kFullMask = 0xffffffffu;
 
 DEVICE u32 thread_idx() { return emu::here.thread; }
 DEVICE u32 lane_idx() { return emu::here.thread % kWarpThreads; }
-DEVICE u32 block_idx() { return emu::here.block; }
-DEVICE u32 num_blocks() { return emu::here.num_blocks; }
+#ifndef LOCAL_RANKS
+#define LOCAL_RANKS 1
+#endif
+
+DEVICE u32 num_blocks() { return emu::here.num_blocks / LOCAL_RANKS; }
+DEVICE u32 local_rank() { return emu::here.block / num_blocks(); }
+DEVICE u32 block_idx() { return emu::here.block % num_blocks(); }
 
 // On the device a shuffle: all lanes meet.
 DEVICE u32 warp_idx() { return __shfl_sync(kFullMask, emu::here.thread / kWarpThreads, 0); }

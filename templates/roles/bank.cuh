@@ -7,10 +7,13 @@ constexpr u32 kBankTask = 0;                              // tasks claimed beyon
 constexpr u32 kBankBarrier = 32;                          // CTAs at the grid barrier
 constexpr u32 kBankHead = 64;                             // CTAs that finished the head
 constexpr u32 kBankStarted = 96;                          // CTAs that run
-constexpr u32 kBankFirst = 128;                           // claims of the first task of each CTA
+constexpr u32 kBankPublished = 128;                       // many ranks: CTAs whose pairs all ranks have
+constexpr u32 kBankStaged = 160;                          // CTAs whose tokens lie ready for all ranks
+constexpr u32 kBankFirst = kNumRanks > 1 ? 192 : 128;     // claims of the first task of each CTA
 constexpr u32 kBankParts = kBankFirst + kMaxBlocks;       // parts finished of a tile, by GEMM
 constexpr u32 kBankCounts = kBankParts + 2 * kMaxBlocks;  // rows of each expert
-constexpr u32 kBankBlocks = kBankCounts + kNumExperts;    // GEMM 1 tiles finished, by block
+constexpr u32 kBankDone = kBankCounts + kNumExperts;      // many ranks: GEMM 2 tiles finished, by expert
+constexpr u32 kBankBlocks = kBankDone + (kNumRanks > 1 ? kNumExperts : 0);  // GEMM 1 tiles finished, by block
 
 // Words of Smem::first.
 constexpr u32 kFirstParity = 0;     // of the launch
@@ -64,7 +67,7 @@ DEVICE u32 find_orphan(const Params& p, const Head& head, u32 block, u32 num_tas
 constexpr u32 kFirstThread = (kMathWarpBegin + kNumMathWarps - 1) * kWarpThreads;
 
 struct First {
-    u32 parity, task;
+    u32 parity, task, number;
 };
 
 // The launch before may not be over, but its CTAs have ended their heads: the parity is turned and the bank is clear.
@@ -74,7 +77,7 @@ DEVICE First begin_head(const Params& p) {
     const Head head{load_acquire_gpu(p.header + kHeaderParity) & 1};
     const bool is_mine = take_first_task(p, head, block_idx());
     fetch_add_relaxed_gpu(counter(p, head, kBankStarted), 1);  // pairs with has_started
-    return {head.parity, is_mine ? first_task(p, block_idx()) : claim(p, head)};
+    return {head.parity, is_mine ? first_task(p, block_idx()) : claim(p, head), read_launch_number(p)};
 }
 
 // Before a CTA barrier.
@@ -83,6 +86,7 @@ DEVICE void publish_first(Smem& smem, const First& first) {
     smem.first[kFirstParity] = first.parity;
     smem.first[kFirstTask] = first.task;
     smem.first[kFirstPreloaded] = 0;
+    publish_launch_number(smem, first.number);
 }
 
 // The other bank served the previous launch, which must be over.
@@ -98,6 +102,7 @@ DEVICE void clear_other_bank(const Params& p, u32 parity) {
 DEVICE void end_head(const Params& p, const Head& head) {
     if (fetch_add_acq_rel_gpu(counter(p, head, kBankHead), 1) == num_blocks() - 1) {
         store_release_gpu(p.header + kHeaderParity, head.parity ^ 1);
+        end_launch_number(p);
         fence_gpu();  // it is done when the next launch starts
     }
     start_next_launch();

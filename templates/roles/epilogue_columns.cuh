@@ -155,7 +155,7 @@ DEVICE void store_slices_columns(const Params& p, Smem& smem, const Task& task, 
             for (u32 i = lane; i < kTokens * 2; i += kWarpThreads) {
                 const u32 token = first + i / 2, half = i % 2;
                 if (token >= share.num_tokens || channel >= kHidden) continue;
-                *reinterpret_cast<uint4*>(p.slices + u64(pairs[token]) * kHidden + channel + half * 8) =
+                *reinterpret_cast<uint4*>(slice_of_pair(p, pairs[token]) + channel + half * 8) =
                     *reinterpret_cast<const uint4*>(buffer + (half * kTokens + i / 2) * 16);
             }
             sync_warp();

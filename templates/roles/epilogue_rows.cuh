@@ -100,7 +100,7 @@ DEVICE void store_slices_rows(const Params& p, Smem& smem, const Task& task, con
 #pragma unroll
     for (u32 i = 0; i < 4; ++i) {
         const u32 token = share.warp * 16 + i * 4 + lane / 8;
-        rows[i] = token < share.num_tokens ? p.slices + u64(pairs[token]) * kHidden + lane % 8 * 8 : nullptr;
+        rows[i] = token < share.num_tokens ? slice_of_pair(p, pairs[token]) + lane % 8 * 8 : nullptr;
     }
 #pragma unroll
     for (u32 m = 0; m < kShareBlocks<true>; ++m) {

@@ -36,14 +36,16 @@ DEVICE void role_deliver(const Params& p, Smem& smem, const Head& head) {
     Ring<kNumTaskSlots> slot;
     for (;; slot.advance()) {
         const Task task = next_task(p, smem, slot);
-        if (task.phase == kDone) return;
+        if (task.phase == kDone) return combine_ranks(p, kDeliverWarpBegin, kDeliverWarps);
         trace_task(p, task);
         // Pairs with finish_tile.
         wait_barrier(p, kWaitTileStored, &smem.stored[slot.stage], slot.stage, slot.parity());
         if (!is_in_parts(task) || smem.is_last_part[slot.stage] != 0) {
             if (task.phase == kGemm2) {
                 trace_begin(p, kEventCombine);
-                combine_tokens(p, task, smem.task_rows[slot.stage], smem.task_used[slot.stage]);
+                if constexpr (kSumsHere)
+                    combine_tokens(p, task, smem.task_rows[slot.stage], smem.task_used[slot.stage]);
+                finish_expert_tile(p, smem, head, task.expert, kDeliverWarps);
                 trace_end(p, kEventCombine);
             } else if (warp_idx() == kDeliverWarpBegin && lane_idx() == 0) {
                 // The block's rows of Params::mid are finished by every tile of GEMM 1; pairs with wait_for_mid.

@@ -7,10 +7,12 @@ constexpr u32 kNumLists = 2;
 DEVICE void role_deliver(const Params& p, Smem& smem, const Head& head) {
     Ring<kNumTaskSlots> slot;
     Ring<kNumLists> list;
+    u32 experts[2] = {};  // of the last tiles of GEMM 2, the newest first
+    u32 num_stored = 0;
     const u32 lane = lane_idx(), lanes_before = (1u << lane) - 1;
     for (;; slot.advance()) {
         const Task task = next_task(p, smem, slot);
-        if (task.phase == kDone) return;
+        if (task.phase == kDone) break;
         trace_task(p, task);
         // Pairs with finish_tile.
         wait_barrier(p, kWaitTileStored, &smem.stored[slot.stage], slot.stage, slot.parity());
@@ -20,6 +22,18 @@ DEVICE void role_deliver(const Params& p, Smem& smem, const Head& head) {
             free_task(smem, slot);
             trace_end(p, kEventTask);
             continue;
+        }
+        if constexpr (!kSumsHere) {
+            finish_expert_tile(p, smem, head, task.expert, 1);
+            free_task(smem, slot);
+            trace_end(p, kEventTask);
+            continue;
+        }
+        if constexpr (kNumRanks > 1) {
+            if (num_stored > 1) finish_expert_tile(p, smem, head, experts[1], 1);
+            experts[1] = experts[0];
+            experts[0] = task.expert;
+            num_stored += 1;
         }
         // The list is free: the warps that stored this tile have summed the list before the last.
         u32 size = 0;
@@ -53,6 +67,11 @@ DEVICE void role_deliver(const Params& p, Smem& smem, const Head& head) {
         free_task(smem, slot);
         trace_end(p, kEventTask);
     }
+    if constexpr (kNumRanks > 1 && kSumsHere) {
+        wait_for_sums(p, smem);
+        if (num_stored > 1) finish_expert_tile(p, smem, head, experts[1], 1);
+        if (num_stored > 0) finish_expert_tile(p, smem, head, experts[0], 1);
+    }
 }
 
 // Tiles of GEMM 2 that this warp has stored; the list of the last has not been summed.
@@ -78,7 +97,7 @@ DEVICE void sum_list(const Params& p, Smem& smem, u32 number) {
 
 DEVICE void finish_tile(const Params& p, Smem& smem, const Task& task, u32 slot, Lists& lists) {
     arrive(&smem.stored[slot]);  // every lane, for what it stored; pairs with role_deliver
-    if (task.phase == kGemm1) return;
+    if (task.phase == kGemm1 || !kSumsHere) return;
     trace_begin(p, kEventCombine);
     if (lists.num_stored > 0) sum_list(p, smem, lists.num_stored - 1);
     trace_end(p, kEventCombine);
@@ -87,4 +106,6 @@ DEVICE void finish_tile(const Params& p, Smem& smem, const Task& task, u32 slot,
 
 DEVICE void finish_last_tile(const Params& p, Smem& smem, const Lists& lists) {
     if (lists.num_stored > 0) sum_list(p, smem, lists.num_stored - 1);
+    end_sums(smem);
+    combine_ranks(p, kMathWarpBegin, kNumMathWarps);
 }

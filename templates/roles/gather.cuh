@@ -41,9 +41,10 @@ DEVICE Copies find_copies(const Params& p, Smem& smem, const Task& task, u32 slo
     } else {
         c.rows = copies_x(p) ? p.pool : p.x;
         row_stride = copies_x(p) ? kHidden * kElementBytes : p.x_stride;
-        scales = quantizes_x(p) ? p.pool_scale : p.x_scale;
-        scale_row_stride = quantizes_x(p) ? kXQuantScaleStride : p.x_scale_token_stride;
-        c.scale_group_stride = quantizes_x(p) ? 1 : u32(p.x_scale_group_stride);
+        const bool pooled = kNumRanks > 1 || quantizes_x(p);
+        scales = pooled ? p.pool_scale : p.x_scale;
+        scale_row_stride = pooled ? kXQuantScaleStride : p.x_scale_token_stride;
+        c.scale_group_stride = pooled ? 1 : u32(p.x_scale_group_stride);
     }
     if constexpr (kHasBlockScales) c.weight_scale = weight_scale(p, task, min_of(lane, 2u));
     // Row i of the task: its token in x for GEMM 1, consecutive rows of mid for GEMM 2.

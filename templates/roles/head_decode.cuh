@@ -57,6 +57,7 @@ DEVICE u32 sort_thread() { return thread_idx() - kFirstMathThread; }
 
 // Past the SM's cache: until the previous launch is over, ids may be written.
 DEVICE u16 load_expert(const Params& p, u32 pair) {
+    if constexpr (kNumRanks > 1) return u16(expert_of_pair(p, pair));  // of a table that is complete
     const u32* id = reinterpret_cast<const u32*>(p.topk_ids) + (p.ids_are_i64 ? 2 * pair : pair);
     const u32 low = load_relaxed_gpu(id), high = p.ids_are_i64 ? load_relaxed_gpu(id + 1) : 0;
     return u16(expert_of_id(p, low, high));
@@ -222,9 +223,42 @@ DEVICE void sort_together(const Params& p, Smem& smem, const Head& head) {
     }
 }
 
+// Many ranks: tokens of all that experts here want, one a warp.
+DEVICE void fetch_tokens(const Params& p) {
+    constexpr u32 kWarps = kNumThreads / kWarpThreads;
+    for (u32 token = warp_idx() * num_blocks() + block_idx(); token < p.num_tokens; token += kWarps * num_blocks()) {
+        const u64 pair = u64(token) * kTopK + lane_idx();
+        if (__ballot_sync(kFullMask, lane_idx() < kTopK && expert_of_pair(p, pair) < kNumExperts) == 0) continue;
+        u8* row = p.pool + u64(token) * (kHidden * kElementBytes);
+        fetch_token(
+            p, token,
+            [&](u32 at, uint4 piece) {
+                if constexpr (!kHasChunkScales) {
+                    *reinterpret_cast<uint4*>(row + at) = piece;
+                } else if constexpr (kQuantizes) {
+                    store_channels(row, at, make_uint2(piece.x, piece.y));
+                    store_channels(row, at + 8, make_uint2(piece.z, piece.w));
+                } else {
+                    store_channels(row, at / kElementBytes, piece);
+                }
+            },
+            [&](u32 group, float scale) { p.pool_scale[u64(token) * kXQuantScaleStride + group] = scale; });
+    }
+}
+
+DEVICE void sort_once(const Params& p, Smem& smem) {
+    LocalSort& sort = *reinterpret_cast<LocalSort*>(smem.token_tiles);
+    if (warp_idx() < kMathWarpBegin) return;
+    count_locally(p, smem, sort);
+    sync_math();
+    if (sort_thread() == 0) preload_weights(p, smem);
+    rank_locally(p, smem, sort);
+}
+
 DEVICE Head run_head(const Params& p, Smem& smem) {
-    const bool local = p.num_tokens * kTopK <= kNumLocalPairs, alone = local && !quantizes_x(p);
-    if (local) {
+    const bool local = p.num_tokens * kTopK <= kNumLocalPairs;
+    const bool alone = kNumRanks == 1 && local && !quantizes_x(p);
+    if (kNumRanks == 1 && local) {
         sort_early(p, smem, alone);
     } else {
         wait_for_previous_launch();
@@ -233,12 +267,17 @@ DEVICE Head run_head(const Params& p, Smem& smem) {
     }
     const Head head{smem.first[kFirstParity], local, alone};
     clear_other_bank(p, head.parity);
-    if (quantizes_x(p)) {
+    bring_pairs(p, head);
+    if constexpr (kNumRanks > 1) {
+        if (local) sort_once(p, smem);
+    } else if (quantizes_x(p)) {
         quantize_tokens(p);
     } else if (copies_x(p)) {
         order_tokens(p);
     }
     if (!local) sort_together(p, smem, head);
+    wait_for_tokens(p);
+    if constexpr (kNumRanks > 1) fetch_tokens(p);
     sync_block();
     if (!alone && thread_idx() == 0) end_head(p, head);  // else role_schedule does it
     return head;

@@ -4,6 +4,24 @@
 
 constexpr u32 kNoRow = ~0u;
 
+// One warp, from the token's rank, unless no expert here wants it.
+DEVICE void fetch_to_rows(const Params& p, u32 token, const u32* rows) {
+    if (__ballot_sync(kFullMask, lane_idx() < kTopK && rows[lane_idx() % kTopK] != kNoRow) == 0) return;
+    fetch_token(
+        p, token,
+        [&](u32 at, uint4 piece) {
+            for (u32 slot = 0; slot < kTopK; ++slot) {
+                u8* row = p.pool + u64(rows[slot]) * (kHidden * kElementBytes);
+                if (rows[slot] != kNoRow) *reinterpret_cast<uint4*>(row + at) = piece;
+            }
+        },
+        [&](u32 group, float scale) {
+            for (u32 slot = 0; slot < kTopK; ++slot) {
+                if (rows[slot] != kNoRow) p.pool_scale[u64(group) * p.row_capacity + rows[slot]] = scale;
+            }
+        });
+}
+
 // One warp, as it is. `rows` are the rows of the token's slots.
 DEVICE void copy_bytes(const Params& p, u32 token, const u32* rows) {
     constexpr u32 kBatch = 8, kRowBytes = kHidden * kElementBytes;  // loads of 512 bytes in flight
@@ -69,6 +87,7 @@ DEVICE Head run_head(const Params& p, Smem& smem) {
     sync_block();
     const Head head{smem.first[kFirstParity]};
     clear_other_bank(p, head.parity);
+    bring_pairs(p, head);
     constexpr u32 kChunkTokens = 4096 / kTopK;  // as many at a time as have room for their rows
     struct Sorting {
         u32 counts[kNumExperts], next[kNumExperts], rows[kChunkTokens * kTopK];
@@ -78,6 +97,7 @@ DEVICE Head run_head(const Params& p, Smem& smem) {
     const u32 share = ceil_div(p.num_tokens, num_blocks());
     const u32 begin = min_of(share * block_idx(), p.num_tokens), end = min_of(begin + share, p.num_tokens);
     reserve_rows(p, smem, head, begin * kTopK, end * kTopK, sorting.counts, sorting.next);
+    wait_for_tokens(p);
     for (u32 first = begin; first < end; first += kChunkTokens) {
         const u32 last = min_of(first + kChunkTokens, end);
         for (u32 pair = first * kTopK + thread_idx(); pair < last * kTopK; pair += kNumThreads) {
@@ -89,7 +109,9 @@ DEVICE Head run_head(const Params& p, Smem& smem) {
         sync_block();
         for (u32 token = first + warp_idx(); token < last; token += kNumThreads / kWarpThreads) {
             const u32* rows = sorting.rows + (token - first) * kTopK;
-            if constexpr (kQuantizes) {
+            if constexpr (kNumRanks > 1) {
+                fetch_to_rows(p, token, rows);
+            } else if constexpr (kQuantizes) {
                 copy_token(p, token, rows);
             } else {
                 copy_bytes(p, token, rows);

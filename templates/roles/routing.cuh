@@ -5,30 +5,13 @@
 
 DEVICE u32 pair_of_row(const Params& p, const Smem& smem, const Head& head, u32 row);  // head_decode, head_prefill
 
-// Which of the experts here an id of two words means. One outside [0, kNumExperts), less the first expert's, marks an
-// unused slot; as unsigned it is never below kNumExperts.
-DEVICE u32 expert_of_id(const Params& p, u32 low, u32 high) {
-    return high == 0 ? min_of(low - p.first_expert, kNumExperts) : kNumExperts;
-}
-
-DEVICE u32 expert_of_pair(const Params& p, u64 pair) {
-    const u64 id = p.ids_are_i64 ? reinterpret_cast<const u64*>(p.topk_ids)[pair]
-                                 : u64(reinterpret_cast<const u32*>(p.topk_ids)[pair]);
-    return expert_of_id(p, u32(id), u32(id >> 32));
-}
-
 // FP8 weights take tokens in FP8.
 DEVICE bool quantizes_x(const Params& p) { return kQuantizes && p.x_is_bf16; }
 
-// Whether tokens are read from Params::pool in decode: quantised here, or of MXFP4 put in the order of
-// channel_order.cuh here, where CTAs wait for each other anyway.
+// Whether tokens are read from Params::pool in decode: quantised here, fetched from ranks, or of MXFP4 put in the order
+// of channel_order.cuh here, where CTAs wait for each other anyway.
 DEVICE bool copies_x(const Params& p) {
-    return quantizes_x(p) || (kHasChunkScales && p.num_tokens * kTopK > kNumLocalPairs);
-}
-
-DEVICE float router_weight(const Params& p, u64 pair) {
-    return p.weights_are_bf16 ? bf16_low(reinterpret_cast<const u16*>(p.topk_weights)[pair])
-                              : reinterpret_cast<const float*>(p.topk_weights)[pair];
+    return kNumRanks > 1 || quantizes_x(p) || (kHasChunkScales && p.num_tokens * kTopK > kNumLocalPairs);
 }
 
 // Bit s is set if slot s of the token holds an expert.

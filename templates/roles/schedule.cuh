@@ -156,7 +156,7 @@ DEVICE void role_schedule(const Params& p, Smem& smem, const Head& head) {
         if (lane == 0) next = claim(p, head);
         next = __shfl_sync(kFullMask, next, 0);
     }
-    clear_unrouted_tokens(p);
+    if constexpr (kNumRanks == 1) clear_unrouted_tokens(p);
     add_expert_counts(p, smem);
 }
 

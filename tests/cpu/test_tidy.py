@@ -60,6 +60,7 @@ ORDER = {
         "mega_moe_scratch",
         "mega_moe_smem",
         "mega_moe_check",
+        "mega_moe_constants",
         "mega_moe",
         "heuristics",
     ],

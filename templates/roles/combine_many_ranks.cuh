@@ -1,0 +1,58 @@
+// The end of a launch on many ranks: a rank tells all others of an expert that it is through with, and adds up the rows
+// of its tokens as they come, in slot order.
+
+// After the rows of a tile of GEMM 2 are on their way. One whole warp, of `warps` that do so for every tile; pairs with
+// combine_ranks.
+DEVICE void finish_expert_tile(const Params& p, const Smem& smem, const Head& head, u32 expert, u32 warps) {
+    const u32 tiles = (smem.block_start[expert + 1] - smem.block_start[expert]) * kNumTiles2;
+    const i64 at = p.expert_done_at + i64(p.rank * kNumExperts + expert) * 4;
+    tell_ranks(p, head, kBankDone + expert, warps * tiles, at);
+}
+
+// Slots of a token of this rank that hold a row, once all of them do: of ranks that sum their own, the first of each.
+// One whole warp.
+DEVICE u32 wait_for_slots(const Params& p, u32 token) {
+    const u32 lane = lane_idx();
+    const u64 first_pair = u64(p.rank * p.rank_tokens + token) * kTopK;
+    const u32 expert = lane < kTopK ? pair_experts(p, p.rank)[first_pair + lane] : kUnused;
+    const u32* done = symmetric<u32>(p, p.rank, p.expert_done_at);
+    u32 owing = 0;
+    wait_until(p, kWaitExpert, owing, launch_number() + 1, [&] {
+        const u32 unset = __ballot_sync(kFullMask, expert != kUnused && !is_set(done + expert));
+        if (unset != 0) owing = __shfl_sync(kFullMask, expert, __ffs(unset) - 1);
+        return unset == 0;
+    });
+    sync_warp();  // what the lanes have acquired is ordered before every lane's loads
+    bool holds = expert != kUnused;
+    for (u32 slot = 0; kPresum && slot + 1 < kTopK; ++slot) {
+        const u32 before = __shfl_sync(kFullMask, expert, slot);
+        if (slot < lane && before != kUnused && before / kNumExperts == expert / kNumExperts) holds = false;
+    }
+    return __ballot_sync(kFullMask, holds);
+}
+
+// Warps `first_warp` .. of every CTA, when their tasks are done: y of this rank's tokens.
+DEVICE void combine_ranks(const Params& p, u32 first_warp, u32 warps) {
+    constexpr u32 kTiles = kNumTiles2;
+    const u16* slots = symmetric<u16>(p, p.rank, p.slots_at);
+    const u32 num_groups = ceil_div(p.num_own_tokens, kCombineTokens);
+    const u64 stride = u64(warps) * num_blocks();
+    for (u64 i = u64(warp_idx() - first_warp) * num_blocks() + block_idx(); i < u64(num_groups) * kTiles; i += stride) {
+        u32 tokens[kCombineTokens], used[kCombineTokens];
+#pragma unroll
+        for (u32 t = 0; t < kCombineTokens; ++t) {
+            const u32 token = u32(i / kTiles) * kCombineTokens + t;
+            tokens[t] = min_of(token, p.num_own_tokens - 1);
+            used[t] = wait_for_slots(p, tokens[t]);
+        }
+        const u32 tile = u32(i % kTiles), channel = tile * kBlockRows + lane_idx() * 8;
+        sum_rows(slots, tokens, used, tile, [&](u32 t, uint4 sum) {
+            *reinterpret_cast<uint4*>(p.y + i64(tokens[t]) * p.y_stride + channel) = sum;
+        });
+    }
+}
+
+// Prefill: until the math warps have summed their last lists; pairs with end_sums.
+DEVICE void wait_for_sums(const Params& p, Smem& smem) { wait_barrier(p, kWaitSummed, &smem.summed[0], 0, 0); }
+DEVICE void init_sums(Smem& smem) { init_barrier(&smem.summed[0], kNumMathWarps * kWarpThreads); }
+DEVICE void end_sums(Smem& smem) { arrive(&smem.summed[0]); }

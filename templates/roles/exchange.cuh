@@ -1,0 +1,136 @@
+// Between ranks: routing goes to all, tokens lie ready for whoever needs them, and flags tell of it. Relies on
+// many_ranks.cuh and routing.cuh.
+
+// Whether the flag of `rank` is of this launch or a later one.
+DEVICE bool is_set(const u32* flag) { return i32(load_acquire_sys(flag) - launch_number() - 1) >= 0; }
+
+// Counts at `word`; whoever makes it `all` sets the flag at `at` on all ranks. One whole warp, for what its lanes did
+// or know of by a barrier. Pairs with wait_for_ranks and wait_for_slots.
+DEVICE void tell_ranks(const Params& p, const Head& head, u32 word, u32 all, i64 at) {
+    sync_warp();
+    u32 num = 0;
+    if (lane_idx() == 0) num = fetch_add_acq_rel_gpu(counter(p, head, word), 1) + 1;
+    if (__shfl_sync(kFullMask, num, 0) != all) return;
+    sync_warp();  // what lane 0 has acquired is ordered before every lane's release
+    for (u32 rank = lane_idx(); rank < kNumRanks; rank += kWarpThreads) {
+        store_release_sys(symmetric<u32>(p, rank, at), launch_number() + 1);
+    }
+}
+
+// The whole CTA, after its share of the work.
+DEVICE void tell_ranks_when_all(const Params& p, const Head& head, u32 word, i64 at) {
+    sync_block();
+    if (warp_idx() == 0) tell_ranks(p, head, word, num_blocks(), at + p.rank * 4);
+}
+
+// Until the flags at `at` of all ranks are set. One whole warp; others learn of it by a barrier. Pairs with tell_ranks.
+DEVICE void wait_for_ranks(const Params& p, Wait what, i64 at) {
+    const u32* flags = symmetric<u32>(p, p.rank, at);
+    for (u32 first = 0; first < kNumRanks; first += kWarpThreads) {
+        u32 owing = first;
+        wait_until(p, what, owing, launch_number() + 1, [&] {
+            const u32 rank = first + lane_idx();
+            const u32 unset = __ballot_sync(kFullMask, rank < kNumRanks && !is_set(flags + rank));
+            if (unset != 0) owing = first + __ffs(unset) - 1;
+            return unset == 0;
+        });
+    }
+}
+
+// Experts and router weights of this rank's pairs into the tables of all ranks.
+DEVICE void publish_pairs(const Params& p, const Head& head) {
+    const u32 num_pairs = p.rank_tokens * kTopK, num_own = p.num_own_tokens * kTopK;
+    const u32 start = p.rank * num_pairs;
+    for (u32 pair = block_idx() * kNumThreads + thread_idx(); pair < num_pairs; pair += num_blocks() * kNumThreads) {
+        u32 expert = kUnused;
+        float weight = 0.0f;
+        if (pair < num_own) {
+            const u64 id = own_id(p, pair);
+            if (id < kNumAllExperts) expert = u32(id);
+            weight = own_weight(p, pair);
+        }
+        for (u32 rank = 0; rank < kNumRanks; ++rank) {
+            pair_experts(p, rank)[start + pair] = expert;
+            pair_weights(p, rank)[start + pair] = weight;
+        }
+    }
+    tell_ranks_when_all(p, head, kBankPublished, p.pairs_ready_at);
+}
+
+// A token's row and scales where ranks fetch them, on `rank`.
+DEVICE u8* staged_row(const Params& p, u32 rank, u32 token) {
+    return symmetric<u8>(p, rank, p.staged_x_at) + bank_start(p, 1, kRowBytes) + u64(token) * kRowBytes;
+}
+DEVICE float* staged_scales(const Params& p, u32 rank, u32 token) {
+    return symmetric<float>(p, rank, p.staged_scale_at) + bank_start(p, 1, kXQuantScaleStride) +
+           u64(token) * kXQuantScaleStride;
+}
+
+// This rank's tokens, quantised if weights are not bf16, where ranks fetch them: 512 bytes a warp at a time.
+DEVICE void stage_tokens(const Params& p, const Head& head) {
+    constexpr u32 kUnits = ceil_div(kRowBytes, 512);
+    const u32 lane = lane_idx(), warps = kNumThreads / kWarpThreads;
+    const u64 num_units = u64(p.num_own_tokens) * kUnits;
+    for (u64 unit = u64(warp_idx()) * num_blocks() + block_idx(); unit < num_units; unit += warps * num_blocks()) {
+        const u32 token = u32(unit / kUnits), at = u32(unit % kUnits) * 512 + lane * 16;
+        const u8* row = p.x + i64(token) * p.x_stride;
+        uint4 raw[2] = {};
+        float scale = 0.0f;
+        if (at < kRowBytes) {
+            raw[0] = *reinterpret_cast<const uint4*>(row + (quantizes_x(p) ? 2 * at : at));
+            if (quantizes_x(p)) raw[1] = *reinterpret_cast<const uint4*>(row + 2 * at + 16);
+            if (kQuantizes && !p.x_is_bf16) {
+                scale = p.x_scale[i64(token) * p.x_scale_token_stride + i64(at / 128) * p.x_scale_group_stride];
+            }
+        }
+        if (quantizes_x(p)) {
+            const Quantized q = quantize_16(raw);
+            raw[0] = q.codes;
+            scale = q.scale;
+        }
+        if (at >= kRowBytes) continue;
+        *reinterpret_cast<uint4*>(staged_row(p, p.rank, token) + at) = raw[0];
+        if (kQuantizes && lane % 8 == 0) staged_scales(p, p.rank, token)[at / 128] = scale;
+    }
+    tell_ranks_when_all(p, head, kBankStaged, p.tokens_ready_at);
+}
+
+// One warp fetches a token of the batch. `store(at, 16 bytes)` and `store_scale(group, scale)` put it where it belongs.
+template <typename Store, typename StoreScale>
+DEVICE void fetch_token(const Params& p, u32 token, Store store, StoreScale store_scale) {
+    constexpr u32 kBatch = 8;  // loads of 512 bytes in flight
+    const u32 rank = token / p.rank_tokens, of_rank = token % p.rank_tokens;
+    const u8* row = staged_row(p, rank, of_rank);
+    const float* scales = staged_scales(p, rank, of_rank);
+    for (u32 first = lane_idx() * 16; first < kRowBytes; first += kBatch * 512) {
+        uint4 raw[kBatch] = {};
+#pragma unroll
+        for (u32 i = 0; i < kBatch; ++i) {
+            const u32 at = first + i * 512;
+            if (at < kRowBytes) raw[i] = *reinterpret_cast<const uint4*>(row + at);
+        }
+#pragma unroll
+        for (u32 i = 0; i < kBatch; ++i) {
+            const u32 at = first + i * 512;
+            if (at < kRowBytes) store(at, raw[i]);
+        }
+    }
+    if constexpr (!kQuantizes) return;
+    for (u32 group = lane_idx(); group < ceil_div(kHidden, 128); group += kWarpThreads) {
+        store_scale(group, scales[group]);
+    }
+}
+
+// The whole CTA: this rank's tokens and pairs to all, and the pairs of all. Pairs go first: weights wait for them.
+DEVICE void bring_pairs(const Params& p, const Head& head) {
+    publish_pairs(p, head);
+    stage_tokens(p, head);
+    if (warp_idx() == 0) wait_for_ranks(p, kWaitPairs, p.pairs_ready_at);
+    sync_block();
+}
+
+// The whole CTA: until the tokens of all ranks lie ready.
+DEVICE void wait_for_tokens(const Params& p) {
+    if (warp_idx() == 0) wait_for_ranks(p, kWaitTokens, p.tokens_ready_at);
+    sync_block();
+}

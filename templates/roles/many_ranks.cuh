@@ -1,0 +1,52 @@
+// Many ranks: each has the experts from rank * kNumExperts on, and the tokens of all ranks are one batch of
+// kNumRanks * Params::rank_tokens rows, of which a rank leaves unused what it has no tokens for. What ranks write for
+// each other lies in symmetric memory, at the same offsets everywhere. Its flags hold launch numbers, which only grow.
+// A rank that is a launch ahead has seen flags of all ranks in the launch before, so all are through with the one
+// before that: two banks, by the launch number, are enough, and no rank waits for others to end.
+
+constexpr u32 kNumAllExperts = kNumRanks * kNumExperts;
+constexpr u32 kUnused = ~0u;  // the expert of an unused slot
+constexpr u32 kRowBytes = kHidden * kElementBytes;
+
+template <typename T>
+DEVICE T* symmetric(const Params& p, u32 rank, i64 at) {
+    return reinterpret_cast<T*>(p.peers[rank] + at);
+}
+
+// Of the launch, among all of the group's. Pairs with end_launch_number of the launch before.
+constexpr u32 kFirstNumber = 3;  // word of Smem::first
+DEVICE u32 read_launch_number(const Params& p) { return load_acquire_gpu(symmetric<u32>(p, p.rank, p.launches_at)); }
+DEVICE void publish_launch_number(Smem& smem, u32 number) { smem.first[kFirstNumber] = number; }
+DEVICE u32 launch_number() { return shared_memory<Smem>().first[kFirstNumber]; }
+DEVICE void end_launch_number(const Params& p) {
+    store_release_gpu(symmetric<u32>(p, p.rank, p.launches_at), launch_number() + 1);
+}
+
+// Of a bank of as much for every token.
+DEVICE u64 bank_start(const Params& p, u32 tokens, u32 for_token) {
+    return u64(launch_number() % 2) * tokens * p.rank_capacity * for_token;
+}
+
+// Experts and router weights of all pairs, on `rank`.
+DEVICE u32* pair_experts(const Params& p, u32 rank) {
+    return symmetric<u32>(p, rank, p.pair_experts_at) + bank_start(p, kNumRanks, kTopK);
+}
+DEVICE float* pair_weights(const Params& p, u32 rank) {
+    return symmetric<float>(p, rank, p.pair_weights_at) + bank_start(p, kNumRanks, kTopK);
+}
+
+DEVICE u32 expert_of_pair(const Params& p, u64 pair) { return expert_of_id(p, pair_experts(p, p.rank)[pair], 0); }
+
+DEVICE float router_weight(const Params& p, u64 pair) { return pair_weights(p, p.rank)[pair]; }
+
+// The row of slot `slot` of a token of the batch, on the token's rank.
+DEVICE u16* slot_row(const Params& p, u32 token, u32 slot) {
+    u16* slots = symmetric<u16>(p, token / p.rank_tokens, p.slots_at);
+    return slots + (u64(token % p.rank_tokens) * kTopK + slot) * kHidden;
+}
+
+// Where GEMM 2 leaves a pair's row, and where the sum of a token's rows here goes: to its first slot of this rank.
+DEVICE u16* slice_of_pair(const Params& p, u32 pair) {
+    return kPresum ? p.slices + u64(pair) * kHidden : slot_row(p, pair / kTopK, pair % kTopK);
+}
+DEVICE u16* sum_target(const Params& p, u32 token, u32 used) { return slot_row(p, token, __ffs(used) - 1); }

@@ -1,0 +1,8 @@
+// One rank: pairs and tokens are there.
+
+DEVICE void bring_pairs(const Params&, const Head&) {}
+DEVICE void wait_for_tokens(const Params&) {}
+
+// Many ranks: see exchange.cuh. Named where the head branches on kNumRanks.
+template <typename Store, typename StoreScale>
+DEVICE void fetch_token(const Params&, u32, Store, StoreScale) {}

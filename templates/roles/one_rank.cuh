@@ -1,0 +1,17 @@
+// One rank: tokens, routing and y are the caller's.
+
+DEVICE u32 expert_of_pair(const Params& p, u64 pair) {
+    const u64 id = own_id(p, pair);
+    return expert_of_id(p, u32(id), u32(id >> 32));
+}
+
+DEVICE float router_weight(const Params& p, u64 pair) { return own_weight(p, pair); }
+
+// Where GEMM 2 leaves a pair's row, and where the sum of a token's rows goes.
+DEVICE u16* slice_of_pair(const Params& p, u64 pair) { return p.slices + pair * kHidden; }
+DEVICE u16* sum_target(const Params& p, u32 token, u32) { return p.y + i64(token) * p.y_stride; }
+
+// Launches of one rank are told apart by their parity alone.
+DEVICE u32 read_launch_number(const Params&) { return 0; }
+DEVICE void publish_launch_number(Smem&, u32) {}
+DEVICE void end_launch_number(const Params&) {}
