@@ -214,13 +214,20 @@ WAIT_OR_GIVE_UP = """
     }"""
 
 
+# The same by votes: all lanes meet between two looks.
+VOTE_OR_GIVE_UP = """
+    const u32* flags = p.words + 128;
+    wait_until(p, kWaitHead, 0, number, [&] {
+        const bool is_set = lane_idx() >= 3 || load_acquire_sys(flags + lane_idx()) >= number;
+        return __ballot_sync(kFullMask, !is_set) == 0;
+    });"""
 # A rank that gave up sends no more: others may have given up too, and still read.
 LEAVE_IF_GIVEN_UP = "if (load_relaxed_gpu(p.header + kHeaderAbort) != 0) return;"
 
 
-def kill_at(directory, step, seed, checked=True, **options):
+def kill_at(directory, step, seed, wait=WAIT_OR_GIVE_UP, checked=True, **options):
     """(report, status word 0 of every rank) of an exchange in which rank 1 ends."""
-    body = LEAVE_IF_GIVEN_UP + exchange(3, wait="}{" + WAIT_OR_GIVE_UP)
+    body = LEAVE_IF_GIVEN_UP + exchange(3, wait="}{" + wait)
     executable = build(render_kernel(directory, body), PLAN.name, checked)
     ranks = make_ranks(3, num_blocks=2)
     options |= {"seed": seed, "kill": (1, step)}
@@ -241,6 +248,16 @@ def test_who_waits_for_a_killed_rank_gives_up(tmp_path, delays):
         assert "of rank 1 waits" not in report
         seen |= set(re.findall(r"of launch (\d) of rank [02] waits for flag", report))
     assert len(seen) > 1
+
+
+def test_a_vote_over_flags_is_a_poll_too(tmp_path):
+    """It never sleeps: that nothing changes any more takes a while to see."""
+    report, status = kill_at(tmp_path, 1, 0, VOTE_OR_GIVE_UP, checked=False, expire=True)
+    assert "stall: nothing changes any more" in report and status == [1, 0, 1]
+    with pytest.raises(EmulationError) as caught:
+        kill_at(tmp_path, 1, 0, VOTE_OR_GIVE_UP, checked=False)
+    where = r"work warp \d of block 1 of launch 0 of rank 0 \(lanes 00000002\) waits for "
+    assert re.search(where + r"flag words@rank0 \+ 516 bytes, which holds 0", str(caught.value))
 
 
 def test_without_expiry_a_killed_rank_is_a_stall(tmp_path):

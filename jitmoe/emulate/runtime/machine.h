@@ -92,6 +92,7 @@ struct Fiber {
 
     const u32* polled = nullptr;  // the flag that its last operation loaded, and what it saw
     u32 polled_value = 0;
+    const u32* last_loaded = nullptr;
 
     std::deque<AsyncCopy> copies;  // cp.async under way, oldest first
     u64 first_copy = 0;            // number of copies.front()

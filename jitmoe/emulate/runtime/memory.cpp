@@ -131,7 +131,7 @@ u32 load(const u32* address, Order order, Scope scope) {
         pollers[address].push_back(self);
         block_on({Waiting::kFlag, address, self->polled_value, 0, ""});
     }
-    self->polled = address;
+    self->polled = self->last_loaded = address;
     check_word(address, true, false, order, scope, HERE);
     return self->polled_value = *address;
 }

@@ -80,6 +80,8 @@ struct Event {
 static std::vector<Fiber*> ready;
 static std::priority_queue<Event> events;
 static u64 num_events, progress_at_retry = ~0ull;
+static u64 progress_seen, quiet_since;
+constexpr u64 kQuietSteps = 1 << 14, kStallSteps = 1 << 21;
 static void* main_stack_pointer;
 static void (*kernel)(const void*);
 
@@ -124,16 +126,23 @@ void fail(const char* format, ...) {
     std::_Exit(4);
 }
 
-static std::string describe(const Fiber& fiber) {
+static std::string describe_flag(const void* flag) {
+    char text[400];
+    std::snprintf(text, sizeof text, "flag %s, which holds %u", address_name(flag).c_str(),
+                  *static_cast<const u32*>(flag));
+    return text;
+}
+
+static std::string describe(const Fiber& fiber, bool all_poll) {
     const Waiting& w = fiber.waiting;
+    const bool may_poll = w.kind == Waiting::kWarp || w.kind == Waiting::kNothing;
+    if (all_poll && may_poll && fiber.last_loaded) return describe_flag(fiber.last_loaded);
     char text[400];
     switch (w.kind) {
         case Waiting::kMbarrier:
             return describe_mbarrier(fiber.block, w.object, w.a);
         case Waiting::kFlag:
-            std::snprintf(text, sizeof text, "flag %s, which holds %u", address_name(w.object).c_str(),
-                          *static_cast<const u32*>(w.object));
-            return text;
+            return describe_flag(w.object);
         case Waiting::kWarp: {
             const Warp& warp = machine.blocks[fiber.block].warps[fiber.warp()];
             std::snprintf(text, sizeof text, "the other lanes at %s (mask %08x, arrived %08x)", warp.collective.name,
@@ -168,14 +177,15 @@ static std::string describe(const Fiber& fiber) {
     }
 }
 
-static void report_stall() {
-    std::printf("stall: nothing can run any more (seed %llu, step %llu)\n", machine.seed, machine.step);
+static void report_stall(bool all_poll) {
+    std::printf("stall: nothing %s any more (seed %llu, step %llu)\n", all_poll ? "changes" : "can run", machine.seed,
+                machine.step);
     const u32 num_warps = machine.num_threads / kWarpLanes;
     for (u32 warp = 0; warp < num_warps * machine.num_blocks; ++warp) {
         const Fiber* lanes = &machine.fibers[warp * kWarpLanes];
         std::map<std::string, u32> waits;
         for (u32 lane = 0; lane < kWarpLanes; ++lane) {
-            if (!lanes[lane].is_over()) waits[describe(lanes[lane])] |= 1u << lane;
+            if (!lanes[lane].is_over()) waits[describe(lanes[lane], all_poll)] |= 1u << lane;
         }
         for (const auto& [what, mask] : waits) {
             std::printf("  %s", place_name(lanes[0]).c_str());
@@ -186,6 +196,24 @@ static void report_stall() {
     std::fflush(stdout);
 }
 
+static void stall(bool all_poll) {
+    report_stall(all_poll);
+    if (!machine.expire || machine.expired || !(all_poll || any_pollers())) std::_Exit(3);
+    machine.expired = machine.has_expired = true;
+    machine.stalled_at = machine.step;
+    wake_pollers(true, nullptr);
+}
+
+// For how many steps nothing has changed that can be awaited: threads that run only poll, in ways that do not put them
+// to sleep, as when a warp votes on what its lanes load.
+static u64 quiet_steps() {
+    if (machine.progress != progress_seen || !events.empty()) {
+        progress_seen = machine.progress;
+        quiet_since = machine.step;
+    }
+    return machine.step - quiet_since;
+}
+
 // No thread is ready and nothing asynchronous is under way. Polls go on for ever on the device: let them look again, in
 // case something changed that nobody was woken for, then call it a stall.
 static void nothing_ready() {
@@ -194,17 +222,18 @@ static void nothing_ready() {
         wake_pollers(true, nullptr);
         return;
     }
-    report_stall();
-    if (!machine.expire || machine.expired || !any_pollers()) std::_Exit(3);
-    machine.expired = machine.has_expired = true;
-    machine.stalled_at = machine.step;
-    wake_pollers(true, nullptr);
+    stall(false);
 }
 
 static Fiber* pick() {
     for (;;) {
         machine.step += 1;
         if (machine.step >= machine.killed_at) kill_stream();
+        const u64 quiet = quiet_steps();
+        if (quiet > kStallSteps) {
+            stall(true);
+            quiet_since = machine.step;
+        }
         if (!events.empty() && (ready.empty() || events.top().due <= machine.step)) {
             if (events.top().due > machine.step) machine.step = events.top().due;
             const auto work = std::move(const_cast<Event&>(events.top()).work);
@@ -216,7 +245,8 @@ static Fiber* pick() {
         } else {
             const bool last = machine.random.below(100) < machine.locality_percent;
             u32 index = last ? ready.size() - 1 : machine.random.below(ready.size());
-            for (u32 i = 0; i < 64 && ready[index]->is_starved; ++i) index = machine.random.below(ready.size());
+            for (u32 i = 0; i < 64 && quiet < kQuietSteps && ready[index]->is_starved; ++i)
+                index = machine.random.below(ready.size());
             Fiber* fiber = ready[index];
             ready[index] = ready.back();
             ready.pop_back();
