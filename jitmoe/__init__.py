@@ -4,16 +4,21 @@ shape.
 Importing it touches no GPU, imports no CuPy and creates no file.
 """
 
-from jitmoe.fused import mega_moe, warmup, workspace_bytes
+from jitmoe.fused import mega_moe
 from jitmoe.jit.nvrtc import CompileError
 from jitmoe.plan.mega_moe import MegaMoePlan
 from jitmoe.plan.plan import PlanError
 from jitmoe.plan.problem import MoeProblem
 from jitmoe.plan.variant import Activation
 from jitmoe.run.driver import DriverError
+from jitmoe.run.group_workspace import GroupWorkspace
+from jitmoe.run.peer_group import PeerGroup
+from jitmoe.run.ranks import RankError, RankMismatch
+from jitmoe.run.symmetric import LocalGroup
 from jitmoe.run.workspace import CaptureError, DeviceTimeout, Workspace
 from jitmoe.traced import trace
 from jitmoe.tracing.trace import Trace
+from jitmoe.warming import warmup, workspace_bytes
 from jitmoe.weights import ExpertWeights
 
 __all__ = [
@@ -23,9 +28,14 @@ __all__ = [
     "DeviceTimeout",
     "DriverError",
     "ExpertWeights",
+    "GroupWorkspace",
+    "LocalGroup",
     "MegaMoePlan",
     "MoeProblem",
+    "PeerGroup",
     "PlanError",
+    "RankError",
+    "RankMismatch",
     "Trace",
     "Workspace",
     "mega_moe",

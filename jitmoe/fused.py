@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from jitmoe import fused_ranks
 from jitmoe.arguments import Fit, check_call, read_call, split_x
 from jitmoe.plan.mega_moe import MegaMoePlan
 from jitmoe.plan.spread import stride
-from jitmoe.plan.variant import KINDS, Activation, Variant
-from jitmoe.planned import bucket_edges, find_plan
+from jitmoe.plan.variant import Activation, Variant
+from jitmoe.planned import find_plan
 from jitmoe.prepare import prepare
 from jitmoe.run import arrays
 from jitmoe.run.arrays import host_view, view
+from jitmoe.run.group_workspace import GroupWorkspace
 from jitmoe.run.launch import Kernel, ParamBlock
 from jitmoe.run.streams import current_stream, stream_address
+from jitmoe.run.symmetric import Group
 from jitmoe.run.workspace import Workspace, implicit_workspace
 from jitmoe.weights import ExpertWeights
 
@@ -33,7 +36,10 @@ def mega_moe(
     out=None,
     expert_counts=None,
     stream=None,
-    workspace: Workspace | None = None,
+    workspace: Workspace | GroupWorkspace | None = None,
+    group: Group | None = None,
+    max_num_tokens: int | None = None,
+    presum: bool = True,
     plan: MegaMoePlan | None = None,
     backend: str = "cuda",
 ):
@@ -74,7 +80,19 @@ def mega_moe(
                   each expert of `weights` got; whoever reads it clears it
     stream        an address or a CuPy or PyTorch stream (default: the current stream of x's
                   library)
-    workspace     a Workspace (default: one for each device and stream)
+    workspace     a Workspace (default: one for each device and stream); of a group, a
+                  GroupWorkspace (default: one for each group)
+    group         a LocalGroup or PeerGroup of ranks: `weights` are a rank's share of the experts,
+                  of which rank r has ids from r * num_experts on, and tokens of all ranks go to
+                  their experts and come back inside the launch. All ranks call alike. Of a
+                  LocalGroup x, topk_ids, topk_weights and weights, and out and expert_counts if
+                  given, are lists with an item a rank, and so is what is returned
+    max_num_tokens
+                  of a group: the most tokens of any rank in this call, the same on all ranks
+                  (default in a LocalGroup: what the ranks have); a rank may have none
+    presum        of a group: whether a rank adds up a token's rows before they travel, which saves
+                  bytes and rounds each rank's sum to bf16; if not, bits are those of one rank that
+                  has all experts
     plan          a MegaMoePlan for these sizes (default: the heuristic's)
     backend       "cuda", or "emulated": the kernel an H200 would run, thread by thread on this CPU,
                   for NumPy arrays and ExpertWeights of such. Takes seconds for small layers, needs
@@ -105,6 +123,16 @@ def mega_moe(
         *(activation, routed_scaling_factor, apply_router_weight_on_input),
         *(first_expert, batch_invariant),
     )
+    if group is not None and group.num_ranks > 1:
+        given = {
+            "x": x,
+            "topk_ids": topk_ids,
+            "topk_weights": topk_weights,
+            "weights": weights,
+            "out": out,
+            "expert_counts": expert_counts,
+        }
+        return fused_ranks.run(group, workspace, max_num_tokens, presum, given, wants, stream)
     if backend != "cuda":
         _check_emulated(backend, stream, workspace)
         return _emulated(x, topk_ids, topk_weights, weights, out, expert_counts, plan, wants)
@@ -235,49 +263,3 @@ def _emulated(x, topk_ids, topk_weights, weights, out, expert_counts, plan, want
     from jitmoe.fused_emulated import run
 
     return run(plan, *given, variant, expert_counts)
-
-
-def workspace_bytes(weights: ExpertWeights, num_tokens: int, top_k: int) -> int:
-    """Device memory in bytes that a Workspace needs for calls of up to `num_tokens` tokens with
-    these weights; on an H200, if they are NumPy arrays.
-    """
-    weights.problem(num_tokens, top_k)  # refuses sizes there is no kernel for
-    kind = next(kind for kind in KINDS if Activation(kind).gated == weights.gated)
-    variant = Variant(kind, **weights.variant_fields)  # all kinds need as much
-    plan = find_plan(weights, num_tokens, top_k, variant)
-    return plan.workspace_bytes(num_tokens)
-
-
-def warmup(
-    weights: ExpertWeights,
-    top_k: int,
-    num_tokens: int,
-    *,
-    activation: Activation | str = "swiglu",
-    apply_router_weight_on_input: bool = False,
-    batch_invariant: bool = False,
-    workspace: Workspace | None = None,
-    stream=None,
-) -> list[Kernel]:
-    """Build and load every kernel that calls of 1 to `num_tokens` tokens can need, and reserve the
-    memory.
-
-    After it such calls allocate and compile nothing, so they may be captured into a CUDA graph at
-    once. `workspace` and `stream` must be those of the calls (default: CuPy's current stream and
-    its implicit workspace), and so must `apply_router_weight_on_input`, `batch_invariant` and the
-    kind of `activation`; its numbers and other arguments need no other kernels. Returns the
-    kernels. Raises TypeError for weights in NumPy arrays.
-    """
-    view(weights.tensors[0], "w13")  # refuses NumPy's
-    weights.problem(num_tokens, top_k)
-    address = current_stream("cupy", weights.device) if stream is None else stream_address(stream)
-    workspace = workspace or implicit_workspace(weights.device, address)
-    variant = Variant(
-        activation,
-        apply_router_weight_on_input=apply_router_weight_on_input,
-        batch_invariant=batch_invariant,
-        **weights.variant_fields,
-    )
-    edges = bucket_edges(weights, num_tokens, top_k)
-    last = {find_plan(weights, n, top_k, variant): n for n in edges}
-    return [prepare(weights, plan, workspace, n, address).kernel for plan, n in last.items()]

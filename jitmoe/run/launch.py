@@ -70,7 +70,11 @@ class Kernel:
         return config
 
     def launch(
-        self, params: ParamBlock, stream: int, cooperative: bool, grid: int | None = None
+        self,
+        params: ParamBlock | JoinedParams,
+        stream: int,
+        cooperative: bool,
+        grid: int | None = None,
     ) -> None:
         """Launch on `stream` (an address) with the present contents of `params`.
 
@@ -113,6 +117,10 @@ class ParamBlock:
         self._address = ctypes.c_void_p(ctypes.addressof(self._buffer))
         self.pointers = ctypes.addressof(self._address)
 
+    @property
+    def contents(self) -> ctypes.Array:
+        return self._buffer
+
     def copy(self) -> ParamBlock:
         """A block of its own with the present contents."""
         twin = ParamBlock.__new__(ParamBlock)
@@ -130,6 +138,24 @@ class ParamBlock:
     def address_writer(self, num_fields: int) -> Callable[..., None]:
         """A function that writes the first `num_fields` of these fields, which are addresses."""
         return partial(struct.Struct(f"{num_fields}Q").pack_into, self._buffer, self._offset)
+
+
+class JoinedParams:
+    """The parameters of a launch that serves several ranks: a struct each, in a row."""
+
+    def __init__(self, blocks: list[ParamBlock]):
+        self._blocks = blocks
+        sizes = [len(block.contents) for block in blocks]
+        self._buffer = ctypes.create_string_buffer(sum(sizes))
+        self._address = ctypes.c_void_p(ctypes.addressof(self._buffer))
+        self.pointers = ctypes.addressof(self._address)
+
+    def join(self) -> None:
+        """Take over what the structs hold now."""
+        address = self._address.value
+        for block in self._blocks:
+            ctypes.memmove(address, block.contents, len(block.contents))
+            address += len(block.contents)
 
 
 _kernels: dict[tuple[int, Plan], Kernel] = {}

@@ -27,6 +27,10 @@ _WAITS = {
     11: "the next task to be wanted",
     12: "packed weights of stage {index} to land",
     13: "packed weights of stage {index} to be expanded",
+    14: "the last tokens to be summed",
+    15: "the routing of rank {index}",
+    16: "the tokens of rank {index}",
+    17: "rows of expert {index}, which rank {owner} owes",
 }
 
 
@@ -189,7 +193,10 @@ class Workspace:
 
     def _describe(self) -> str:
         _, what, block, warp, index, expected = self._status[:6]
-        awaited = _WAITS.get(what, f"wait {what}").format(index=index, expected=expected)
+        experts = next((plan.num_experts for plan in self._controls if plan.num_ranks > 1), 1)
+        awaited = _WAITS.get(what, f"wait {what}").format(
+            index=index, expected=expected, owner=index // experts
+        )
         # The buckets' plans give some warps different roles.
         roles = dict.fromkeys(r for p in self._controls for r in _roles_of_warp(p, warp))
         role = " or ".join(roles) or "?"

@@ -24,6 +24,7 @@ DEVICE u32 wait_for_slots(const Params& p, u32 token) {
     });
     sync_warp();  // what the lanes have acquired is ordered before every lane's loads
     bool holds = expert != kUnused;
+#pragma unroll 1
     for (u32 slot = 0; kPresum && slot + 1 < kTopK; ++slot) {
         const u32 before = __shfl_sync(kFullMask, expert, slot);
         if (slot < lane && before != kUnused && before / kNumExperts == expert / kNumExperts) holds = false;

@@ -55,14 +55,6 @@ constexpr u32 kSortThreads = kSortWarps * kWarpThreads;
 DEVICE u32 sort_warp() { return warp_idx() - kMathWarpBegin; }
 DEVICE u32 sort_thread() { return thread_idx() - kFirstMathThread; }
 
-// Past the SM's cache: until the previous launch is over, ids may be written.
-DEVICE u16 load_expert(const Params& p, u32 pair) {
-    if constexpr (kNumRanks > 1) return u16(expert_of_pair(p, pair));  // of a table that is complete
-    const u32* id = reinterpret_cast<const u32*>(p.topk_ids) + (p.ids_are_i64 ? 2 * pair : pair);
-    const u32 low = load_relaxed_gpu(id), high = p.ids_are_i64 ? load_relaxed_gpu(id + 1) : 0;
-    return u16(expert_of_id(p, low, high));
-}
-
 // Experts of pairs i, i + kThreads, ..., all loads in flight together.
 template <u32 kThreads>
 struct Experts {

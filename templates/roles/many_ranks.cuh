@@ -37,6 +37,11 @@ DEVICE float* pair_weights(const Params& p, u32 rank) {
 
 DEVICE u32 expert_of_pair(const Params& p, u64 pair) { return expert_of_id(p, pair_experts(p, p.rank)[pair], 0); }
 
+// The same, all loads in flight together.
+DEVICE u16 load_expert(const Params& p, u32 pair) {
+    return u16(expert_of_id(p, load_relaxed_gpu(pair_experts(p, p.rank) + pair), 0));
+}
+
 DEVICE float router_weight(const Params& p, u64 pair) { return pair_weights(p, p.rank)[pair]; }
 
 // The row of slot `slot` of a token of the batch, on the token's rank.

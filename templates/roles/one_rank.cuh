@@ -5,6 +5,13 @@ DEVICE u32 expert_of_pair(const Params& p, u64 pair) {
     return expert_of_id(p, u32(id), u32(id >> 32));
 }
 
+// Past the SM's cache: until the previous launch is over, ids may be written.
+DEVICE u16 load_expert(const Params& p, u32 pair) {
+    const u32* id = reinterpret_cast<const u32*>(p.topk_ids) + (p.ids_are_i64 ? 2 * pair : pair);
+    const u32 low = load_relaxed_gpu(id), high = p.ids_are_i64 ? load_relaxed_gpu(id + 1) : 0;
+    return u16(expert_of_id(p, low, high));
+}
+
 DEVICE float router_weight(const Params& p, u64 pair) { return own_weight(p, pair); }
 
 // Where GEMM 2 leaves a pair's row, and where the sum of a token's rows goes.

@@ -18,6 +18,7 @@ from jitmoe import (
     mega_moe,
     planned,
     prepare,
+    warmup,
     workspace_bytes,
 )
 from jitmoe.plan.formats import SCALES
@@ -700,7 +701,7 @@ def test_bf16_launches(kernel):
     assert values["mid_scale_unit"] == 2.5 and values["x_stride"] == 2 * HIDDEN
     mega_moe(weights=layer_weights(), **call_arrays(), stream=0, workspace=workspace)
     assert kernel.launches[-1][0]["cooperative"], "they are quantised for FP8 weights"
-    fused.warmup(weights, TOP_K, 4096, stream=0, workspace=RoomyWorkspace())
+    warmup(weights, TOP_K, 4096, stream=0, workspace=RoomyWorkspace())
     plans = {key[1] for key in weights.memo if key[0] == "prepared"}
     assert {(plan.bucket, plan.format) for plan in plans} == {
         ("decode", "bf16"),
@@ -710,7 +711,7 @@ def test_bf16_launches(kernel):
 
 def test_warmup_prepares_the_variant(kernel):
     def plans(weights, **kwargs):
-        fused.warmup(weights, TOP_K, 4096, stream=0, workspace=RoomyWorkspace(), **kwargs)
+        warmup(weights, TOP_K, 4096, stream=0, workspace=RoomyWorkspace(), **kwargs)
         return [key[1] for key in weights.memo if key[0] == "prepared"]
 
     up_first = ExpertWeights(**weight_arrays(), gate_up="up_first")

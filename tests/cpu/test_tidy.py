@@ -34,7 +34,7 @@ PACKAGES = {
     "settings.py": set(),
     "plan": set(),
     "jit": {"numpy", "jinja2", "cuda"},
-    "run": {"numpy", "cupy", "cuda", "ml_dtypes", "torch"},
+    "run": {"numpy", "cupy", "cuda", "ml_dtypes", "torch", "mpi4py"},
     "emulate": {"numpy", "ml_dtypes", "ziglang"},
     "tracing": {"numpy", "matplotlib"},
     "peers": {"torch", "triton", "transformers", "deep_gemm"},
@@ -42,7 +42,7 @@ PACKAGES = {
     "integrations": {"ml_dtypes", "sglang", "torch", "transformers", "vllm"},
 }
 TOP_PACKAGES = {"numpy", "ml_dtypes", "rich", "typer", "cupy", "torch", "cuda"}
-LATE = {"cupy", "cuda", "torch", "transformers", "deep_gemm", "matplotlib"}
+LATE = {"cupy", "cuda", "torch", "transformers", "deep_gemm", "matplotlib", "mpi4py"}
 LATE_FOLDER = "integrations"  # its modules are imported on demand, and may import such at their top
 # Modules of a folder, each of which imports only those before it.
 ORDER = {
@@ -65,7 +65,21 @@ ORDER = {
         "heuristics",
     ],
     "jit": ["params", "render", "nvrtc", "cache", "store", "build"],
-    "run": ["driver", "arrays", "streams", "launch", "tma", "workspace"],
+    "run": [
+        "driver",
+        "arrays",
+        "streams",
+        "launch",
+        "tma",
+        "workspace",
+        "ranks",
+        "symmetric",
+        "shared_memory",
+        "file_handover",
+        "shared_allocation",
+        "peer_group",
+        "group_workspace",
+    ],
     "peers": [
         "peer",
         "weights",

@@ -1,0 +1,144 @@
+"""Groups of ranks and their symmetric memory: one allocation of equal size on each rank, which all
+ranks can address.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+from jitmoe.run.ranks import check_num_ranks
+
+
+class SymmetricMemory:
+    """One allocation of each rank; get it from `Group.allocate`, zeroed.
+
+    num_bytes  bytes of each rank's allocation
+    bases      addresses of all ranks' allocations as mapped in this process, by rank, at multiples
+               of 256; () once closed
+    """
+
+    def __init__(self, num_bytes: int, bases: Sequence[int], release: Callable[[], None]):
+        self.num_bytes = num_bytes
+        self.bases: tuple[int, ...] = tuple(bases)
+        self._release: Callable[[], None] | None = release
+
+    def close(self) -> None:
+        """Wait for the device and give this process's part back; a second time does nothing.
+
+        Not collective, so that it works after another rank died: have a `Group.barrier` before,
+        once no kernel of any rank uses the memory any more.
+        """
+        release, self._release, self.bases = self._release, None, ()
+        if release is not None:
+            release()
+
+
+class Group(ABC):
+    """Ranks that share symmetric memory. Collective methods are called by all ranks, in the same
+    order and by one thread of each at a time.
+
+    num_ranks  ranks of the group
+    ranks      those which this process drives
+    device     CUDA device number of this process's ranks
+    """
+
+    num_ranks: int
+    ranks: tuple[int, ...]
+    device: int
+
+    @abstractmethod
+    def allocate(self, num_bytes: int) -> SymmetricMemory:
+        """Collective: `num_bytes` zeroed bytes on every rank, which must ask for the same number.
+        Not while a graph is captured.
+
+        Raises ValueError for a number below 1, RankMismatch, and where memory is short MemoryError
+        or RankError: on all ranks then.
+        """
+
+    @abstractmethod
+    def agree(self, what: str, **facts) -> None:
+        """Collective: raise RankMismatch on all ranks, naming those that differ, unless every rank
+        gives the same facts. `what` says in the text what they are about; facts are picklable and
+        comparable.
+        """
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Collective, on the host: returns when all ranks have come. Waits for no stream."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close all memory that was allocated. Not collective, see `SymmetricMemory.close`."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+
+def check_num_bytes(num_bytes: int) -> None:
+    """Raise ValueError unless so much can be allocated."""
+    if not isinstance(num_bytes, int) or num_bytes < 1:
+        raise ValueError(f"num_bytes must be an int of at least 1, got {num_bytes!r}")
+
+
+class LocalGroup(Group):
+    """`num_ranks` (1 to 64) virtual ranks on one GPU, all driven by this process.
+
+    device  CUDA device number (default: CuPy's current device)
+    """
+
+    def __init__(self, num_ranks: int, device: int | None = None):
+        check_num_ranks(num_ranks)
+        if device is None:
+            import cupy
+
+            device = cupy.cuda.Device().id
+        self.num_ranks, self.ranks, self.device = num_ranks, tuple(range(num_ranks)), device
+        self._memories: list[SymmetricMemory] = []
+
+    def allocate(self, num_bytes: int) -> SymmetricMemory:
+        import cupy
+
+        check_num_bytes(num_bytes)
+        arrays = []
+        with cupy.cuda.Device(self.device) as device:
+            try:
+                for _ in self.ranks:
+                    arrays.append(cupy.zeros(num_bytes, dtype=cupy.uint8))
+            except cupy.cuda.memory.OutOfMemoryError as error:
+                raise MemoryError(
+                    f"{self.num_ranks} ranks of {num_bytes:,} bytes do not fit on GPU "
+                    f"{self.device}: {error}; take fewer ranks or a smaller max_num_tokens"
+                ) from error
+            device.synchronize()
+
+        def release() -> None:
+            with cupy.cuda.Device(self.device) as device:
+                device.synchronize()
+            arrays.clear()
+
+        bases = [array.data.ptr for array in arrays]
+        self._memories.append(SymmetricMemory(num_bytes, bases, release))
+        return self._memories[-1]
+
+    def agree(self, what: str, **facts) -> None:
+        """One process agrees with itself."""
+
+    def barrier(self) -> None:
+        """One process waits for nobody."""
+
+    def close(self) -> None:
+        close_all(self._memories)
+
+
+def close_all(memories: list[SymmetricMemory]) -> None:
+    """Close the last first, all of them even if one fails, whose error is raised then."""
+    try:
+        while memories:
+            memories.pop().close()
+    finally:
+        if memories:
+            close_all(memories)
