@@ -10,9 +10,14 @@ import numpy as np
 import pytest
 from machine_plan import PLAN, launches_of, make_ranks, render_kernel
 
+from jitmoe import fp8, reference
 from jitmoe.emulate.compile import NoHostCompiler, build, compiler
+from jitmoe.emulate.ranks import EmulatedRanks
 from jitmoe.emulate.run import Array, EmulationError, launch
 from jitmoe.jit import nvrtc
+from jitmoe.plan.gpu import GPUS
+from jitmoe.plan.heuristics import choose
+from jitmoe.plan.problem import MAX_TOKENS, MoeProblem
 
 try:
     compiler()
@@ -313,3 +318,31 @@ def test_system_scope_compiles_for_the_device(tmp_path):
     for body in bodies:
         cubin = nvrtc.compile(render_kernel(tmp_path, body, "device"), "sm_90a", PLAN.name)
         assert cubin.resources.spill_store_bytes == 0
+
+
+# The layer
+
+
+@pytest.mark.parametrize("checked", [False, True])
+@pytest.mark.parametrize("bucket", ["decode", "prefill"])
+def test_calls_of_a_layer_on_ranks_that_drift_apart(bucket, checked):
+    """Three launches on each of two ranks with two experts each."""
+    problem = MoeProblem({"decode": 1, "prefill": MAX_TOKENS}[bucket], 256, 128, 2, 2)
+    plan = replace(choose(problem, GPUS["h200"]), num_ranks=2)
+    layer = reference.random_layer(4, 256, 128, seed=0)
+    halves = [
+        reference.Layer(*(None if part is None else part[experts] for part in layer))
+        for experts in (slice(0, 2), slice(2, 4))
+    ]
+    rounds, refs = [], []
+    for sizes in ((7, 3), (0, 8), (5, 5)):
+        tokens = [reference.random_tokens(n, 256, 4, 2, seed=n + 1) for n in sizes]
+        rounds.append([(fp8.encode_bf16(t.x), *t[1:]) for t in tokens])
+        for t in tokens:
+            call = *fp8.quantize_tokens(t.x), *t[1:], *layer
+            refs.append(reference.mega_moe(*call, requantize=True))
+    for seed in range(1 if checked else 4):
+        emulated = EmulatedRanks(plan, halves, rank_tokens=8, num_blocks=2, checked=checked)
+        ys = emulated.run(rounds, seed=seed, delays=True)
+        for y, ref in zip((y for of_round in ys for y in of_round), refs, strict=True):
+            assert reference.relative_error(y, ref) < 4e-3
