@@ -23,6 +23,8 @@ from jitmoe.run.streams import current_stream, stream_address
 from jitmoe.run.symmetric import Group, LocalGroup
 from jitmoe.weights import ExpertWeights
 
+MAX_READY = 4096  # remembered for a workspace; then all are made ready again
+
 
 class Ready(NamedTuple):
     """What calls of the same layouts and bound share: all of a launch but addresses."""
@@ -31,6 +33,7 @@ class Ready(NamedTuple):
     params: JoinedParams
     write_addresses: tuple[Callable[..., None], ...]
     grid: int
+    generation: int  # of the memory
 
 
 class _Rank(NamedTuple):
@@ -68,7 +71,9 @@ def run(
         stream = stream_address(stream)
     key = (tuple(rank.fit for rank in ranks), bound, presum, tuple(wants))
     key += (tuple(id(rank.weights) for rank in ranks),)
-    ready = memory.ready.get(key) or _make_ready(memory, ranks, bound, presum, wants, stream, key)
+    ready = memory.ready.get(key)
+    if ready is None or ready.generation != memory.generation:
+        ready = _make_ready(memory, ranks, bound, presum, wants, stream, key)
     for workspace in memory.workspaces:
         workspace.note_launch(stream)
     for rank, write in zip(ranks, ready.write_addresses, strict=True):
@@ -195,10 +200,13 @@ def _make_ready(
         )
         blocks.append(params)
     memory.enter(plan, bound, plan_hash(plan))
+    if len(memory.ready) >= MAX_READY:
+        memory.ready.clear()
     ready = memory.ready[key] = Ready(
         prepared.kernel,
         JoinedParams(blocks),
         tuple(block.address_writer(len(first.addresses)) for block in blocks),
         grid * len(ranks),
+        memory.generation,
     )
     return ready

@@ -27,6 +27,11 @@ class GroupWorkspace:
         self._capacity = 0
         self.ready: dict = {}  # launches that callers made ready (fused_ranks.py)
 
+    @property
+    def generation(self) -> int:
+        """Changes when memory moves."""
+        return sum(workspace.generation for workspace in self.workspaces)
+
     def reserve(self, plan: Plan, rank_tokens: int, stream: int) -> tuple[int, dict[str, int], int]:
         """For calls of up to `rank_tokens` tokens a rank: the address of the table of all ranks'
         symmetric memory, the offsets of its regions by name, and the tokens there is room for.
@@ -59,7 +64,7 @@ class GroupWorkspace:
 
         cupy.cuda.Device(self.group.device).synchronize()
         self.group.barrier()
-        self.ready.clear()
+        self.ready.clear()  # the only launches that know it
         while self._shared:
             self._shared.popitem()[1][0].close()
 
