@@ -84,7 +84,8 @@ class EmulatedRanks:
                 one, y = self._launch(number, Call(*call), shared[number], memories, rank_tokens)
                 launches.append(one)
                 ys[-1].append(y)
-        self.report = launch(self.ranks[0].executable, self.plan, launches, **options)
+        executable = self.ranks[0].executable
+        self.report = launch(executable, self.plan, launches, in_stream=True, **options)
         return ys
 
     @staticmethod
@@ -114,4 +115,4 @@ class EmulatedRanks:
             "first_expert": number * plan.num_experts,
             **self._map_scalars(shared.get("expert_map")),
         }
-        return replace(one, arrays=arrays, scalars=scalars), y
+        return replace(one, arrays=arrays, scalars=scalars, stream=number), y
