@@ -37,10 +37,10 @@ DEVICE void wait_for_ranks(const Params& p, Wait what, i64 at) {
     }
 }
 
-// The expert, of those of all ranks, that an id of this rank's `token` goes to: without Params::expert_map the id itself,
-// else one of its replicas. The tokens of a rank take them by turns, each rank begins at another, so every replica gets
-// its share wherever tokens lie and no rank need know of others'. Slots of a token take the same turn: experts that are
-// laid out alike stay on one rank, which fetches the token and sums its rows once, and an id twice is one expert twice.
+// The expert, among those of all ranks, for an id of this rank's `token`: the id, or a replica in Params::expert_map.
+// A rank's tokens take replicas by turns and each rank begins at another, so all get their share wherever tokens lie.
+// Slots of a token take the same turn: experts that are laid out alike stay on one rank, which fetches the token and
+// sums its rows once, and an id twice is one expert twice.
 DEVICE u32 physical_expert(const Params& p, u64 id, u32 token) {
     if (p.expert_map == nullptr) return id < kNumAllExperts ? u32(id) : kUnused;
     if (id >= p.num_logical_experts) return kUnused;
