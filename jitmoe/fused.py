@@ -78,8 +78,8 @@ def mega_moe(
                   MXFP4 weights where it has many tokens, for decode's kernel serves them too
     out           [num_tokens, hidden] bf16, written in place (default: a new array of x's family)
     expert_counts None, or [num_experts] int32, to which the call adds how many slots of its tokens
-                  each expert of `weights` got (of a group, slots of all ranks' tokens); whoever reads
-                  it clears it
+                  each expert of `weights` got, of all ranks' tokens in a group; whoever reads it
+                  clears it
     stream        an address or a CuPy or PyTorch stream (default: the current stream of x's
                   library)
     workspace     a Workspace (default: one for each device and stream); of a group, a
