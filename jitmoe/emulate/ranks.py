@@ -22,6 +22,8 @@ class EmulatedRanks:
     rank_tokens  room for tokens of each rank
     num_blocks   blocks of each rank's grid
     checked      whether data races and undefined behaviour are looked for
+    expert_counts
+                 of each rank, what launches add the routed pairs of its experts to, or None
     """
 
     def __init__(
@@ -31,12 +33,14 @@ class EmulatedRanks:
         rank_tokens: int,
         num_blocks: int = 4,
         checked: bool = False,
+        expert_counts: Sequence[np.ndarray] | None = None,
     ):
         assert len(layers) == plan.num_ranks and plan.local_ranks == 1
         self.plan, self.rank_tokens = plan, rank_tokens
         num_tokens = plan.num_ranks * rank_tokens
         self.ranks = [
-            EmulatedLayer(plan, layer, num_tokens, num_blocks, checked) for layer in layers
+            EmulatedLayer(plan, layer, num_tokens, num_blocks, checked, expert_counts=counts)
+            for layer, counts in zip(layers, expert_counts or [None] * len(layers), strict=True)
         ]
         self.map = plan.symmetric(rank_tokens)
         self.symmetric = [self._poisoned() for _ in layers]
@@ -50,12 +54,18 @@ class EmulatedRanks:
 
     def __call__(self, calls: Sequence[Call | tuple], **options) -> list[np.ndarray]:
         """One launch on every rank: y of each, bf16 bits. Options as in `launch`; `rank_tokens` is
-        the bound that all ranks agree on, at most the room (default: the room).
+        the bound that all ranks agree on, at most the room (default: the room), `expert_map` as in
+        mega_moe (default: ids are those of experts).
         """
         return self.run([calls], **options)[0]
 
     def run(
-        self, rounds: Sequence[Sequence[Call | tuple]], *, rank_tokens: int | None = None, **options
+        self,
+        rounds: Sequence[Sequence[Call | tuple]],
+        *,
+        rank_tokens: int | None = None,
+        expert_map: np.ndarray | None = None,
+        **options,
     ) -> list[list[np.ndarray]]:
         """Launches one after the other on every rank, a call for each rank in a round: y by round
         and rank. Ranks drift apart as far as the kernel lets them.
@@ -63,6 +73,10 @@ class EmulatedRanks:
         rank_tokens = self.rank_tokens if rank_tokens is None else rank_tokens
         memories = [Array(memory, writable=True) for memory in self.symmetric]
         shared = [rank._shared_arrays() for rank in self.ranks]
+        if expert_map is not None:
+            assert expert_map.dtype == np.int32 and expert_map.ndim == 2
+            for arrays in shared:
+                arrays["expert_map"] = Array(np.ascontiguousarray(expert_map))
         launches, ys = [], []
         for calls in rounds:
             ys.append([])
@@ -73,6 +87,13 @@ class EmulatedRanks:
         executable = self.ranks[0].executable
         self.report = launch(executable, self.plan, launches, in_stream=True, **options)
         return ys
+
+    @staticmethod
+    def _map_scalars(expert_map: Array | None) -> dict[str, int]:
+        if expert_map is None:
+            return {}
+        num_logical, max_replicas = expert_map.data.shape
+        return {"num_logical_experts": num_logical, "max_replicas": max_replicas}
 
     def _launch(self, number: int, call: Call, shared: dict, memories: list, rank_tokens: int):
         plan = self.plan
@@ -92,5 +113,6 @@ class EmulatedRanks:
             "num_own_tokens": own_tokens,
             "rank_capacity": self.rank_tokens,
             "first_expert": number * plan.num_experts,
+            **self._map_scalars(shared.get("expert_map")),
         }
         return replace(one, arrays=arrays, scalars=scalars, stream=number), y

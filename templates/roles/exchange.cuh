@@ -39,6 +39,19 @@ DEVICE void wait_for_ranks(const Params& p, Smem& smem, Wait what, i64 at) {
     leave_if_aborted(smem);
 }
 
+// The expert, among those of all ranks, for an id of this rank's `token`: the id, or a replica in Params::expert_map.
+// A rank's tokens take replicas by turns and each rank begins at another, so all get their share wherever tokens lie.
+// Slots of a token take the same turn: experts that are laid out alike stay on one rank, which fetches the token and
+// sums its rows once, and an id twice is one expert twice.
+DEVICE u32 physical_expert(const Params& p, u64 id, u32 token) {
+    if (p.expert_map == nullptr) return id < kNumAllExperts ? u32(id) : kUnused;
+    if (id >= p.num_logical_experts) return kUnused;
+    const u32* replicas = p.expert_map + id * p.max_replicas;
+    u32 num = 0;
+    while (num < p.max_replicas && replicas[num] < kNumAllExperts) ++num;
+    return num == 0 ? kUnused : replicas[(p.rank + token) % num];
+}
+
 // Experts and router weights of this rank's pairs into the tables of all ranks.
 DEVICE void publish_pairs(const Params& p, const Head& head) {
     const u32 num_pairs = p.rank_tokens * kTopK, num_own = p.num_own_tokens * kTopK;
@@ -47,8 +60,7 @@ DEVICE void publish_pairs(const Params& p, const Head& head) {
         u32 expert = kUnused;
         float weight = 0.0f;
         if (pair < num_own) {
-            const u64 id = own_id(p, pair);
-            if (id < kNumAllExperts) expert = u32(id);
+            expert = physical_expert(p, own_id(p, pair), pair / kTopK);
             weight = own_weight(p, pair);
         }
         for (u32 rank = 0; rank < kNumRanks; ++rank) {
