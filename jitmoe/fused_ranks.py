@@ -85,6 +85,18 @@ def run(
     return [rank.out for rank in ranks] if is_local else ranks[0].out
 
 
+def check_options(plan, backend: str, first_expert: int) -> None:
+    """Raise ValueError for what a group's calls do not take."""
+    refused = {"plan": plan, "backend": backend, "first_expert": first_expert}
+    usual = {"plan": None, "backend": "cuda", "first_expert": 0}
+    for name, value in refused.items():
+        if value != usual[name]:
+            raise ValueError(
+                f"{name} must be {usual[name]!r} in a call with a group, which plans for all "
+                f"ranks alike and numbers all their experts, got {value!r}; leave it out"
+            )
+
+
 _implicit: WeakKeyDictionary[Group, GroupWorkspace] = WeakKeyDictionary()
 
 
