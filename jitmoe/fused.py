@@ -92,9 +92,10 @@ def mega_moe(
     max_num_tokens
                   of a group: the most tokens of any rank in this call, the same on all ranks
                   (default in a LocalGroup: what the ranks have); a rank may have none
-    presum        of a group: whether a rank adds up a token's rows before they travel: a third fewer
-                  bytes over links at 8 slots and 8 ranks, for time of its own, and each rank's sum
-                  is rounded to bf16. If not, bits are those of one rank that has all experts
+    presum        of a group: whether a rank adds up a token's rows before they travel: a third
+                  fewer bytes over links at 8 slots and 8 ranks, for time of its own, and each
+                  rank's sum is rounded to bf16. If not, bits are those of one rank that has all
+                  experts
     expert_map    of a group: None, or int32 [num_logical_experts, max_replicas]: topk_ids name its
                   rows, and a row has the experts that do the same, r * num_experts + i for expert i
                   of rank r, then -1. Token t of rank r goes to number (r + t) modulo their count,
