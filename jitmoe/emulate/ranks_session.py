@@ -23,8 +23,8 @@ NUM_LAUNCHES = 3  # both banks of what ranks write for each other, and the first
 
 @dataclass(frozen=True)
 class RanksSession:
-    """Launches one after the other, a call for each rank in each; `refs`, float64, are the oracle's
-    y of them, `layers` and `biases` those of each rank's experts.
+    """Launches one after the other on each rank: `calls` by launch and rank, and `refs`, float64,
+    the oracle's y of them. `layers` and `biases` are of each rank's experts.
     """
 
     plan: MegaMoePlan
@@ -102,8 +102,8 @@ def _shares(parts: tuple, num_ranks: int) -> list:
 
 
 def run_seed(session: RanksSession, seed: int) -> Outcome:
-    """All launches on machines of their own, so that a seed means the same alone and among
-    others.
+    """All launches, ranks drifting apart, on a machine of their own, so that a seed means the same
+    alone and among others.
     """
     start = time.perf_counter()
     ranks = EmulatedRanks(
@@ -115,10 +115,7 @@ def run_seed(session: RanksSession, seed: int) -> Outcome:
         session.biases,
     )
     try:
-        ys, steps = [], 0
-        for calls in session.calls:
-            ys.append(ranks(calls, seed=seed, timeout_s=TIMEOUT_S))
-            steps += num_steps(ranks.report)
+        ys = ranks.run(session.calls, seed=seed, timeout_s=TIMEOUT_S)
     except EmulationError as error:
         return Outcome(seed, None, None, None, time.perf_counter() - start, str(error).rstrip())
     seconds = time.perf_counter() - start
@@ -126,10 +123,8 @@ def run_seed(session: RanksSession, seed: int) -> Outcome:
         _judged(*of_rank)
         for of_rank in zip(zip(*ys, strict=True), zip(*session.refs, strict=True), strict=True)
     ]
-    worst = [
-        max(getattr(one, name) for one in found) for name in ("relative_error", "worst_element")
-    ]
-    return Outcome(seed, *worst, steps, seconds, ranks=tuple(found))
+    errors = zip(*((one.relative_error, one.worst_element) for one in found), strict=True)
+    return Outcome(seed, *map(max, errors), num_steps(ranks.report), seconds, ranks=tuple(found))
 
 
 def _judged(ys, refs) -> RankOutcome:
