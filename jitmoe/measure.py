@@ -141,6 +141,7 @@ def expert_sets(
     import cupy
 
     first = random_experts(layer, variant, 1, cupy, outliers)
+    cupy.get_default_memory_pool().free_all_blocks()  # what the first was put together from
     free_bytes = cupy.cuda.runtime.memGetInfo()[0] - spare_bytes
     num_sets = 1 + free_bytes // (layer.num_experts * layer.expert_bytes)
     return [first] + [
