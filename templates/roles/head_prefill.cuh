@@ -7,12 +7,18 @@ constexpr u32 kNoRow = ~0u;
 // One warp, from the token's rank, unless no expert here wants it.
 DEVICE void fetch_to_rows(const Params& p, u32 token, const u32* rows) {
     if (__ballot_sync(kFullMask, lane_idx() < kTopK && rows[lane_idx() % kTopK] != kNoRow) == 0) return;
+    constexpr u32 kRowBytes = kHidden * kElementBytes;
     fetch_token(
         p, token,
-        [&](u32 at, uint4 piece) {
+        [&](u32 first, const uint4(&pieces)[kFetchBatch]) {
             for (u32 slot = 0; slot < kTopK; ++slot) {
-                u8* row = p.pool + u64(rows[slot]) * (kHidden * kElementBytes);
-                if (rows[slot] != kNoRow) *reinterpret_cast<uint4*>(row + at) = piece;
+                if (rows[slot] == kNoRow) continue;
+                u8* row = p.pool + u64(rows[slot]) * kRowBytes;
+#pragma unroll
+                for (u32 i = 0; i < kFetchBatch; ++i) {
+                    const u32 at = first + i * 512;
+                    if (at < kRowBytes) *reinterpret_cast<uint4*>(row + at) = pieces[i];
+                }
             }
         },
         [&](u32 group, float scale) {
