@@ -238,7 +238,7 @@ def replay_of(text):
 
 
 def test_a_kernel_that_computes_something_else(damage):
-    damage("roles/combine.cuh", "+= bf16_low(words[w]);", "-= bf16_low(words[w]);")
+    damage("roles/sums.cuh", "+= bf16_low(words[w]);", "-= bf16_low(words[w]);")
     options = ["--activation", "geglu_tanh", "--gate-up", "up_first", "--weight-on-input", "--bias"]
     options += ["--format", "fp8_channel"]
     replayed = replay_of(invoke(*SMALL, *options, code=1).stdout)
