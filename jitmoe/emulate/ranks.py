@@ -12,6 +12,7 @@ from jitmoe.emulate.run import Array, launch
 from jitmoe.plan.mega_moe import MegaMoePlan
 from jitmoe.plan.mega_moe_params import SYMMETRIC
 from jitmoe.reference import Layer
+from jitmoe.reference_biases import Biases
 
 
 class EmulatedRanks:
@@ -22,6 +23,7 @@ class EmulatedRanks:
     rank_tokens  room for tokens of each rank
     num_blocks   blocks of each rank's grid
     checked      whether data races and undefined behaviour are looked for
+    biases       of each rank's experts, of a plan that has them
     expert_counts
                  of each rank, what launches add the routed pairs of its experts to, or None
     """
@@ -33,14 +35,20 @@ class EmulatedRanks:
         rank_tokens: int,
         num_blocks: int = 4,
         checked: bool = False,
+        biases: Sequence[Biases] | None = None,
         expert_counts: Sequence[np.ndarray] | None = None,
     ):
         assert len(layers) == plan.num_ranks and plan.local_ranks == 1
         self.plan, self.rank_tokens = plan, rank_tokens
         num_tokens = plan.num_ranks * rank_tokens
         self.ranks = [
-            EmulatedLayer(plan, layer, num_tokens, num_blocks, checked, expert_counts=counts)
-            for layer, counts in zip(layers, expert_counts or [None] * len(layers), strict=True)
+            EmulatedLayer(plan, layer, num_tokens, num_blocks, checked, own, counts)
+            for layer, own, counts in zip(
+                layers,
+                biases or [None] * len(layers),
+                expert_counts or [None] * len(layers),
+                strict=True,
+            )
         ]
         self.map = plan.symmetric(rank_tokens)
         self.symmetric = [self._poisoned() for _ in layers]
