@@ -12,6 +12,7 @@ from jitmoe.emulate.run import Array, launch
 from jitmoe.plan.mega_moe import MegaMoePlan
 from jitmoe.plan.mega_moe_params import SYMMETRIC
 from jitmoe.reference import Layer
+from jitmoe.reference_biases import Biases
 
 
 class EmulatedRanks:
@@ -22,6 +23,9 @@ class EmulatedRanks:
     rank_tokens  room for tokens of each rank
     num_blocks   blocks of each rank's grid
     checked      whether data races and undefined behaviour are looked for
+    biases       of each rank's experts, of a plan that has them
+    beside       ranks of another plan, of the other bucket say, that take turns with these: both
+                 use one symmetric memory
     """
 
     def __init__(
@@ -31,15 +35,19 @@ class EmulatedRanks:
         rank_tokens: int,
         num_blocks: int = 4,
         checked: bool = False,
+        biases: Sequence[Biases] | None = None,
+        beside: EmulatedRanks | None = None,
     ):
         assert len(layers) == plan.num_ranks and plan.local_ranks == 1
         self.plan, self.rank_tokens = plan, rank_tokens
         num_tokens = plan.num_ranks * rank_tokens
         self.ranks = [
-            EmulatedLayer(plan, layer, num_tokens, num_blocks, checked) for layer in layers
+            EmulatedLayer(plan, layer, num_tokens, num_blocks, checked, biases=own)
+            for layer, own in zip(layers, biases or [None] * len(layers), strict=True)
         ]
         self.map = plan.symmetric(rank_tokens)
-        self.symmetric = [self._poisoned() for _ in layers]
+        assert beside is None or beside.map == self.map
+        self.symmetric = beside.symmetric if beside else [self._poisoned() for _ in layers]
         self.report = ""
 
     def _poisoned(self) -> np.ndarray:
