@@ -32,6 +32,7 @@ _SOURCES = (
     "wgmma",
     "cluster",
     "launches",
+    "delays",
     "races",
     "main",
 )

@@ -78,7 +78,8 @@ class EmulatedRanks:
                 one, y = self._launch(number, Call(*call), shared[number], memories, rank_tokens)
                 launches.append(one)
                 ys[-1].append(y)
-        self.report = launch(self.ranks[0].executable, self.plan, launches, **options)
+        executable = self.ranks[0].executable
+        self.report = launch(executable, self.plan, launches, in_stream=True, **options)
         return ys
 
     def _launch(self, number: int, call: Call, shared: dict, memories: list, rank_tokens: int):
@@ -100,4 +101,4 @@ class EmulatedRanks:
             "rank_capacity": self.rank_tokens,
             "first_expert": number * plan.num_experts,
         }
-        return replace(one, arrays=arrays, scalars=scalars), y
+        return replace(one, arrays=arrays, scalars=scalars, stream=number), y

@@ -11,7 +11,7 @@ import shutil
 import struct
 import subprocess
 import tempfile
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,11 +69,11 @@ class Array:
 
 @dataclass(frozen=True)
 class Rank:
-    """One of the launches that run at once or in a stream: `arrays` are by parameter name, a
-    pointer that is not among them is null.
+    """A launch: `arrays` are by parameter name, a pointer that is not among them is null.
 
     `late`, in a stream: by name what some of the arrays hold from the moment when all that came
     before is over, as if a kernel that let this launch start early wrote it as its last act.
+    `stream`: which GPU's stream, where launches are in streams.
     """
 
     arrays: Mapping[str, Array]
@@ -81,6 +81,7 @@ class Rank:
     maps: Mapping[str, TensorMap] = field(default_factory=dict)
     num_blocks: int = 1
     late: Mapping[str, np.ndarray] = field(default_factory=dict)
+    stream: int = 0
 
 
 def launch(
@@ -92,25 +93,40 @@ def launch(
     in_stream: bool = False,
     seed: int = 0,
     expire: bool = False,
+    delays: bool = False,
+    kill: tuple[int, int] | None = None,
     hardware_sums: bool = False,
     timeout_s: float = 600.0,
 ) -> str:
-    """Run the kernel once on every rank; writable arrays are changed in place. Returns the report.
+    """Run the launches; writable arrays are changed in place. Returns the report.
 
-    Ranks run at once, or with `in_stream` as launches of one stream, each a programmatic dependent
-    of the one before: it may start when every block there has called start_next_launch() or exited.
-    With `expire` the clock runs out after a stall, so that waits with a budget give up. With
-    `hardware_sums` matrix multiplies cut sums off as an H200 does, else they are exact. Raises
-    EmulationError.
+    All run at once, each on a GPU of its own: a rank; or with `in_stream` each in its
+    `Rank.stream`. Streams run at once, a GPU each, and the report calls them ranks. Launches of a
+    stream follow each other as they do in `ranks`, each a programmatic dependent of the one before:
+    it may start when every block there has called start_next_launch() or exited.
+
+    expire         after a stall the clock runs out, so that waits with a budget give up
+    delays         streams are held back now and then, some for longer than launches take
+    kill           (stream, step of the scheduler): from then on nothing runs in that stream
+    hardware_sums  matrix multiplies cut sums off as an H200 does, else they are exact
+
+    Raises EmulationError.
     """
+    streams = [rank.stream if in_stream else number for number, rank in enumerate(ranks)]
     if not in_stream and any(rank.late for rank in ranks):
         raise ValueError("late contents arrive in a stream only")
+    if not in_stream and any(rank.stream for rank in ranks):
+        raise ValueError("launches have a stream each unless in_stream is given")
+    if kill is not None and kill[0] not in streams:
+        raise ValueError(f"no launch is in stream {kill[0]}, which is to be killed")
     job = [
         f"blocks {plan.num_threads} {plan.smem.num_bytes} {cluster_size}",
         f"seed {seed} {int(expire)}",
     ]
-    if in_stream:
-        job.append("in_stream")
+    if delays:
+        job.append("delays")
+    if kill is not None:
+        job.append(f"kill {kill[0]} {kill[1]}")
     if hardware_sums:
         job.append("hardware_sums")
     for region in plan.smem.regions:
@@ -125,7 +141,7 @@ def launch(
         places = _place(ranks)
         late, end = _place_late(ranks, max((place.end for place in places.values()), default=1))
         file.truncate(end)
-        job += _grids(plan, ranks, places, late, "launch" if in_stream else "rank")
+        job += _grids(plan, ranks, streams, places, late)
         with mmap.mmap(file.fileno(), 0) as memory:
             for (rank, name), place in places.items():
                 data = ranks[rank].arrays[name].data.tobytes()
@@ -183,14 +199,14 @@ def _place_late(ranks: Sequence[Rank], end: int) -> tuple[dict[tuple[int, str], 
 def _grids(
     plan: Plan,
     ranks: Sequence[Rank],
+    streams: Sequence[int],
     places: Mapping[tuple[int, str], _Place],
     late: Mapping[tuple[int, str], int],
-    noun: str,
 ):
-    """Lines of the job for the parameters and memory of every rank."""
+    """Lines of the job for the parameters and memory of every launch."""
     layout = params.layout(plan.params)
     offsets = {f.name: f.offset for f in layout.fields}
-    num_users = Counter(place.number for place in places.values())
+    suffixes = _suffixes(streams, places)
     num_regions = 0
     for rank, launched in enumerate(ranks):
         record = np.zeros((), layout.dtype)
@@ -198,13 +214,12 @@ def _grids(
             record[name] = value
         for name, tensor_map in launched.maps.items():
             record[name] = np.void(tensor_map.encode().ljust(128, b"\0"))
-        yield f"grid {launched.num_blocks} {record.tobytes().hex()}"
+        yield f"grid {streams[rank]} {launched.num_blocks} {record.tobytes().hex()}"
         for name, array in launched.arrays.items():
             place = places[rank, name]
             if place.number == num_regions:
                 num_regions += 1
-                is_shared = len(ranks) == 1 or num_users[place.number] > 1
-                title = name if is_shared else f"{name}@{noun}{rank}"
+                title = name + suffixes[place.number]
                 lead, mapped = place.begin - place.first_page, place.end - place.first_page
                 size, writable = array.data.nbytes, int(array.writable)
                 yield f"region {title} {place.first_page} {mapped} {lead} {size} {writable}"
@@ -218,6 +233,23 @@ def _grids(
     for key, place in places.items():
         for at, target in ranks[key[0]].arrays[key[1]].addresses.items():
             yield f"address {place.number} {at} {places[target].number}"
+
+
+def _suffixes(streams: Sequence[int], places: Mapping[tuple[int, str], _Place]) -> dict[int, str]:
+    """By array whose it is, where it is not everyone's: @rank1, @launch0, @launch0@rank1."""
+    users = defaultdict(set)
+    for (rank, _), place in places.items():
+        users[place.number].add(rank)
+    suffixes = {}
+    for number, ranks in users.items():
+        stream = streams[min(ranks)]
+        launch = [rank for rank, of in enumerate(streams) if of == stream].index(min(ranks))
+        of_launch = (
+            f"@launch{launch}" if len(ranks) == 1 and len(set(streams)) < len(streams) else ""
+        )
+        is_one = len({streams[rank] for rank in ranks}) == 1 < len(set(streams))
+        suffixes[number] = of_launch + (f"@rank{stream}" if is_one else "")
+    return suffixes
 
 
 _CODE = re.compile(r"<([0-9a-f]+) ([0-9a-f]+)>")

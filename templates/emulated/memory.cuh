@@ -10,8 +10,8 @@ DEVICE void store_relaxed_gpu(u32* address, u32 value) { emu::store(address, val
 
 DEVICE void store_release_gpu(u32* address, u32 value) { emu::store(address, value, emu::kRelease, emu::kGpu); }
 
-// What this thread did in global memory is done before what follows: so it always is here.
-DEVICE void fence_gpu() {}
+// What this thread did in global memory is done before what follows.
+DEVICE void fence_gpu() { emu::fence(emu::kGpu); }
 
 // System scope: memory that other GPUs or the host access too.
 DEVICE u32 load_relaxed_sys(const u32* address) { return emu::load(address, emu::kRelaxed, emu::kSys); }
@@ -24,7 +24,7 @@ DEVICE void store_release_sys(u32* address, u32 value) { emu::store(address, val
 
 DEVICE void add_release_sys(u32* address, u32 value) { emu::fetch_add(address, value, emu::kRelease, emu::kSys); }
 
-DEVICE void fence_sys() {}
+DEVICE void fence_sys() { emu::fence(emu::kSys); }
 
 DEVICE void add_release_gpu(u32* address, u32 value) { emu::fetch_add(address, value, emu::kRelease, emu::kGpu); }
 

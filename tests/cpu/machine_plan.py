@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -86,6 +86,7 @@ class MachinePlan(Plan):
             Param("words", "u32*", "[256]"),
             Param("peers", "u32* const*", "words of every rank"),
             Param("rank", "u32"),
+            Param("launch", "u32"),
             Param("header", "u32*"),
             Param("status", "u32*"),
             Param("timeout_us", "u32"),
@@ -111,38 +112,25 @@ def random_data(rank: int) -> np.ndarray:
     return np.random.default_rng(rank).integers(0, 120, (128, 256)).astype(np.uint8)
 
 
-def run(
-    directory: Path,
-    body: str,
-    *,
+def make_ranks(
     num_ranks: int = 1,
     num_blocks: int = 1,
-    cluster_size: int = 1,
-    seed: int = 0,
-    checked: bool = True,
     in_stream: bool = False,
     late: Mapping[int, Mapping[str, np.ndarray]] = MappingProxyType({}),
-    plan: MachinePlan = PLAN,
-) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(data, words) of every rank after a launch. Raises EmulationError.
-
-    In a stream the launches share `words`, and `late` has late contents by launch; late data are an
-    input.
+) -> list[Rank]:
+    """A launch of every rank; in a stream the ranks are launches that share `words`, and `late` has
+    late contents by launch: late data are an input.
     """
-    executable = build(render_kernel(directory, body, plan=plan), plan.name, checked)
-    ranks, results = [], []
+    ranks = []
     for rank in range(num_ranks):
-        data = random_data(rank)
-        words = np.zeros(256, np.uint32)
-        words_array = Array(words, writable=True)
+        words = Array(np.zeros(256, np.uint32), writable=True)
         if in_stream and rank > 0:
-            words, words_array = results[0][1], ranks[0].arrays["words"]
-        results.append((data, words))
+            words = ranks[0].arrays["words"]
         late_contents = late.get(rank, {})
         peers = {8 * peer: (peer, "words") for peer in range(num_ranks)}
         arrays = {
-            "data": Array(data, writable="data" not in late_contents),
-            "words": words_array,
+            "data": Array(random_data(rank), writable="data" not in late_contents),
+            "words": words,
             "peers": Array(np.zeros(num_ranks, np.uint64), writable=True, addresses=peers),
             "header": Array(np.zeros(64, np.uint32), writable=True),
             "status": Array(np.zeros(16, np.uint32), writable=True),
@@ -153,6 +141,35 @@ def run(
         }
         scalars = {"rank": rank, "timeout_us": 1_000_000}
         ranks.append(Rank(arrays, scalars, maps, num_blocks, late_contents))
-    options = {"cluster_size": cluster_size, "in_stream": in_stream}
-    launch(executable, plan, ranks, seed=seed, timeout_s=60, **options)
-    return results
+    return ranks
+
+
+def launches_of(ranks: list[Rank], num_launches: int) -> list[Rank]:
+    """So many launches of every rank in the memory that it has, each rank's in its stream."""
+    return [
+        replace(rank, scalars=rank.scalars | {"launch": number}, stream=stream)
+        for number in range(num_launches)
+        for stream, rank in enumerate(ranks)
+    ]
+
+
+def run(
+    directory: Path,
+    body: str,
+    *,
+    num_ranks: int = 1,
+    num_blocks: int = 1,
+    seed: int = 0,
+    checked: bool = True,
+    in_stream: bool = False,
+    late: Mapping[int, Mapping[str, np.ndarray]] = MappingProxyType({}),
+    plan: MachinePlan = PLAN,
+    **options,
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(data, words) of every rank after a launch: see make_ranks; `options` go to `launch`. Raises
+    EmulationError.
+    """
+    executable = build(render_kernel(directory, body, plan=plan), plan.name, checked)
+    ranks = make_ranks(num_ranks, num_blocks, in_stream, late)
+    launch(executable, plan, ranks, in_stream=in_stream, seed=seed, timeout_s=60, **options)
+    return [(rank.arrays["data"].data, rank.arrays["words"].data) for rank in ranks]

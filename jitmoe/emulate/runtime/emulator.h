@@ -29,6 +29,7 @@ u32 load(const u32* address, Order order, Scope scope);
 void store(u32* address, u32 value, Order order, Scope scope);
 u32 fetch_add(u32* address, u32 value, Order order, Scope scope);
 u32 compare_and_swap(u32* address, u32 expected, u32 desired, Order order, Scope scope);
+void fence(Scope scope);
 void fence_async_shared();
 void fence_async_global();
 void copy_async(void* shared, const void* global, u32 num_bytes);

@@ -1,5 +1,5 @@
-// Launches of one stream, each a programmatic dependent of the one before it. How many blocks fit a GPU is not
-// modelled: a launch that may start does, a random time later.
+// Launches of a stream, each a programmatic dependent of the one before it. How many blocks fit a GPU is not modelled:
+// a launch that may start does, a random time later.
 #include <sys/mman.h>
 
 #include <utility>
@@ -15,6 +15,7 @@ static Fiber* first_fiber(const Grid& grid) { return &machine.fibers[grid.first_
 
 // Clusters start whole, each when there is room for it.
 static void start_blocks(const Grid& grid) {
+    hold_at_random(machine.streams[grid.stream]);
     const u32 num_fibers = machine.cluster_size * machine.num_threads;
     for (u32 i = 0; i < grid.num_blocks / machine.cluster_size; ++i) {
         some_time_later([=, fibers = first_fiber(grid) + i * num_fibers] {
@@ -37,45 +38,50 @@ static void write_late(const Late& late) {
     for (u64 at = 0; at + 4 <= region.num_bytes; at += 4) wake_pollers(false, region.begin + at);
 }
 
-static void end_if_due(u32 number);
+// The launch `distance` behind this one in its stream, if there is one.
+static Grid* neighbour(const Grid& grid, i64 distance) {
+    const std::vector<u32>& grids = machine.streams[grid.stream].grids;
+    const i64 launch = grid.launch + distance;
+    return launch < 0 || launch >= i64(grids.size()) ? nullptr : &machine.grids[grids[launch]];
+}
+
+static void end_if_due(const Grid& grid);
 
 // All before this launch is over.
-static void set_free(u32 number) {
-    Grid& grid = machine.grids[number];
+static void set_free(Grid& grid) {
     Fiber* const running = std::exchange(machine.current, nullptr);  // no thread of ours writes late contents
-    grid.before = end_launches_before(number);
+    grid.before = end_launches_before(grid);
     for (const Late& late : grid.late) write_late(late);
     machine.current = running;
     machine.progress += 1;
     grid.is_free = true;
     end_expiry();
     Fiber* const fibers = first_fiber(grid);
-    const bool starts_now = number > 0 && !machine.grids[number - 1].asked_for_next;
+    const Grid* const before = neighbour(grid, -1);
+    const bool starts_now = before && !before->asked_for_next;
     for (u32 i = 0; i < grid.num_blocks * machine.num_threads; ++i) {
         if (starts_now) acquire(fibers[i], grid.before);
         if (fibers[i].waiting.kind == Waiting::kEnd) wake(&fibers[i]);
     }
     if (starts_now) start_blocks(grid);
-    end_if_due(number);
+    end_if_due(grid);
 }
 
 // A launch has ended when its threads have exited, and those before it have ended.
-static void end_if_due(u32 number) {
-    const Grid& grid = machine.grids[number];
-    if (!grid.is_free || grid.num_live > 0 || number + 1 == machine.grids.size()) return;
-    some_time_later([=] { set_free(number + 1); });
+static void end_if_due(const Grid& grid) {
+    Grid* const next = neighbour(grid, 1);
+    if (grid.is_free && grid.num_live == 0 && next) some_time_later([=] { set_free(*next); });
 }
 
-void start_stream() {
+void start_streams() {
     for (Grid& grid : machine.grids) {
         grid.num_live = grid.num_blocks * machine.num_threads;
-        grid.is_free = !machine.in_stream;
-    }
-    if (!machine.in_stream) return;
-    if (machine.grids[0].late.empty()) {
-        machine.grids[0].is_free = true;
-    } else {
-        some_time_later([] { set_free(0); });
+        if (grid.launch > 0) continue;
+        if (grid.late.empty()) {
+            grid.is_free = true;
+        } else {
+            some_time_later([&] { set_free(grid); });
+        }
     }
 }
 
@@ -87,9 +93,8 @@ static void let_next_start(Block& block) {
     machine.progress += 1;
     Grid& grid = machine.grids[block.grid];
     grid.num_letting_next_start += 1;
-    const bool is_last = block.grid + 1 == machine.grids.size();
-    if (!machine.in_stream || is_last || grid.num_letting_next_start < grid.num_blocks) return;
-    if (grid.asked_for_next) start_blocks(machine.grids[block.grid + 1]);
+    if (!grid.asked_for_next || grid.num_letting_next_start < grid.num_blocks) return;
+    if (const Grid* const next = neighbour(grid, 1)) start_blocks(*next);
 }
 
 void start_next_launch() {
@@ -110,8 +115,9 @@ void wait_for_previous_launch() {
 void thread_exited(const Fiber& fiber) {
     Block& block = machine.blocks[fiber.block];
     if (block.num_live == 0) let_next_start(block);
-    machine.grids[block.grid].num_live -= 1;
-    if (machine.in_stream) end_if_due(block.grid);
+    Grid& grid = machine.grids[block.grid];
+    grid.num_live -= 1;
+    end_if_due(grid);
 }
 
 }  // namespace emu

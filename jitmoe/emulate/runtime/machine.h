@@ -85,13 +85,14 @@ struct CopyGroup {
 struct Fiber {
     void* stack_pointer = nullptr;
     u32 thread = 0, block = 0;
-    enum State { kReady, kBlocked, kExited } state = kReady;
+    enum State { kReady, kBlocked, kExited, kKilled } state = kReady;
     bool is_starved = false;
     Waiting waiting;
     u32 result = 0;  // of a warp collective
 
     const u32* polled = nullptr;  // the flag that its last operation loaded, and what it saw
     u32 polled_value = 0;
+    const u32* last_loaded = nullptr;
 
     std::deque<AsyncCopy> copies;  // cp.async under way, oldest first
     u64 first_copy = 0;            // number of copies.front()
@@ -107,6 +108,7 @@ struct Fiber {
 
     u32 warp() const { return thread / kWarpLanes; }
     u32 lane() const { return thread % kWarpLanes; }
+    bool is_over() const { return state == kExited || state == kKilled; }
 };
 
 // One phase-counting barrier in shared memory.
@@ -181,9 +183,10 @@ struct Late {
     std::vector<u8> contents;
 };
 
-// A launch of the kernel: one rank's, when ranks run together, or one of a stream.
+// A launch of the kernel.
 struct Grid {
     u32 first_block, num_blocks;
+    u32 stream, launch;  // place in machine.streams, and among the launches of that one
     std::shared_ptr<void> params;
     std::vector<Late> late;
     u32 num_live = 0;                // threads
@@ -191,6 +194,16 @@ struct Grid {
     bool asked_for_next = false;     // by start_next_launch, not by exits alone
     bool is_free = false;            // all launches before it are over
     SharedClocks before;             // what they did, then
+};
+
+// Launches one after another, on a GPU of their own: a rank. Streams run at once.
+struct Stream {
+    u32 number;
+    std::vector<u32> grids;
+    bool is_killed = false;
+    bool is_held = false;  // its threads do not run (delays.cpp)
+    u64 runs_until = 0;    // step; then it is held
+    std::vector<Fiber*> held;
 };
 
 struct Region {
@@ -218,7 +231,7 @@ struct Counters {
 struct Machine {
     u32 num_blocks = 0, num_threads = 0, shared_bytes = 0, cluster_size = 1;
     std::vector<Grid> grids;
-    bool in_stream = false;  // the grids come one after another, else all at once
+    std::vector<Stream> streams;
     u64 seed = 0;
     bool checked = false;        // kernel text reports its accesses (races.cpp)
     bool hardware_sums = false;  // of wgmma: as an H200 cuts them off, rather than exact (wgmma.cpp)
@@ -226,6 +239,9 @@ struct Machine {
     bool expired = false;        // it runs out now: until the stalled launch is over
     bool has_expired = false;
     u64 stalled_at = 0, flown_ns = 0;
+    bool delays = false;    // streams are held back at random
+    u32 killed_stream = 0;  // from this step on
+    u64 killed_at = ~0ull;
     std::vector<Region> regions;
     std::vector<SharedRegion> shared_regions;
     std::vector<RoleRange> roles;
@@ -248,6 +264,8 @@ struct Machine {
     u32 starved_threads = kWarpLanes;
 
     Block& block() { return blocks[current->block]; }
+    Grid& grid_of(u32 block) { return grids[blocks[block].grid]; }
+    Stream& stream_of(const Fiber& fiber) { return streams[grid_of(fiber.block).stream]; }
     u32 cluster_of(u32 block) const { return block / cluster_size; }
     Warp& warp() { return block().warps[current->warp()]; }
 };
@@ -258,6 +276,7 @@ void start(void (*kernel)(const void*));  // runs the grids to their end
 void maybe_switch();                      // any operation may let others run
 void block_on(const Waiting& waiting);    // until wake()
 void wake(Fiber* fiber);
+void make_ready(Fiber* fiber);
 void later(u32 max_delay, std::function<void()> work);  // asynchronous work, in any order
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));  // the kernel broke a rule
 void end_expiry();
@@ -287,16 +306,24 @@ void fence_proxy(View view);
 AsyncAgent new_agent(const char* kind);  // that works for the running thread
 void release_async(const AsyncAgent& agent, bool is_generic, Clocks& to);
 void check_access(const void* pointer, u32 num_bytes, Access access, const void* at);
-void check_access(const void* pointer, u32 num_bytes, Access access, const void* at, const Fiber& fiber);
+void check_access(const void* pointer, u32 num_bytes, Access access, const void* at, const Fiber& fiber,
+                  Scope scope = kSys);
 bool check_async_access(const AsyncAgent& agent, const void* pointer, u32 num_bytes, Access access, View view,
-                        const void* at);     // false: it reads garbage
-SharedClocks end_launches_before(u32 grid);  // and its late contents are written
+                        const void* at);             // false: it reads garbage
+SharedClocks end_launches_before(const Grid& grid);  // and its late contents are written
 void print_garbage();
 void check_word(const u32* word, bool loads, bool stores, Order order, Scope scope, const void* at);
+void check_fence(Scope scope);
 
 // launches.cpp
-void start_stream();
+void start_streams();
 void thread_exited(const Fiber& fiber);
+
+// delays.cpp
+void start_delays();
+void hold_at_random(Stream& stream);
+bool keeps(Fiber* fiber);  // from running now
+void kill_stream();
 
 // cluster.cpp
 u32 block_in_cluster(u32 rank);      // of the running thread

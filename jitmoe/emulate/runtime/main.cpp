@@ -1,4 +1,4 @@
-// One launch, or several at once or in a stream: the job comes as words on standard input, arrays lie in a file that
+// One launch, or several in streams: the job comes as words on standard input, arrays lie in a file that
 // Python made; the report goes to standard output. Exit codes: 0 done, 2 bad job, 3 stall, 4 the kernel broke a rule, 5
 // waits gave up after a stall.
 #include <fcntl.h>
@@ -59,25 +59,42 @@ static void on_fault(int, siginfo_t* info, void*) {
     fail("access at %p, which is no memory of this launch", info->si_addr);
 }
 
+static u32 stream_index(u32 number) {
+    u32 index = 0;
+    while (index < machine.streams.size() && machine.streams[index].number != number) index += 1;
+    if (index == machine.streams.size()) machine.streams.push_back({number});
+    return index;
+}
+
 static int run() {
     int file = -1;
     std::string word;
     while (std::cin >> word) {
         if (word == "blocks") {
             std::cin >> machine.num_threads >> machine.shared_bytes >> machine.cluster_size;
-        } else if (word == "grid") {  // blocks, parameters; what follows is its
-            Grid grid{machine.num_blocks, 0, {std::aligned_alloc(64, (emu_params_bytes + 63) / 64 * 64), std::free}};
+        } else if (word == "grid") {  // stream, blocks, parameters; what follows is its
+            Grid grid{machine.num_blocks};
+            grid.params = {std::aligned_alloc(64, (emu_params_bytes + 63) / 64 * 64), std::free};
+            u32 stream;
             std::string hex;
-            std::cin >> grid.num_blocks >> hex;
+            std::cin >> stream >> grid.num_blocks >> hex;
             if (hex.size() != 2 * emu_params_bytes || grid.num_blocks % machine.cluster_size != 0) return 2;
             u8* params = static_cast<u8*>(grid.params.get());
             for (u32 i = 0; i < emu_params_bytes; ++i) params[i] = u8(std::stoi(hex.substr(2 * i, 2), nullptr, 16));
             machine.num_blocks += grid.num_blocks;
+            grid.stream = stream_index(stream);
+            std::vector<u32>& grids = machine.streams[grid.stream].grids;
+            grid.launch = u32(grids.size());
+            grids.push_back(u32(machine.grids.size()));
             machine.grids.push_back(grid);
         } else if (word == "seed") {
             std::cin >> machine.seed >> machine.expire;
-        } else if (word == "in_stream") {
-            machine.in_stream = true;
+        } else if (word == "delays") {
+            machine.delays = true;
+        } else if (word == "kill") {  // stream, step
+            u32 stream;
+            std::cin >> stream >> machine.killed_at;
+            machine.killed_stream = stream_index(stream);
         } else if (word == "hardware_sums") {
             machine.hardware_sums = true;
         } else if (word == "file") {
@@ -135,9 +152,9 @@ static int run() {
     machine.random.state = machine.seed ^ 0x5eed;
     machine.blocks.resize(machine.num_blocks);
     for (Block& block : machine.blocks) make_block(block);
-    for (u32 rank = 0; rank < machine.grids.size(); ++rank) {
-        const Grid& grid = machine.grids[rank];
-        for (u32 i = 0; i < grid.num_blocks; ++i) machine.blocks[grid.first_block + i].grid = rank;
+    for (u32 number = 0; number < machine.grids.size(); ++number) {
+        const Grid& grid = machine.grids[number];
+        for (u32 i = 0; i < grid.num_blocks; ++i) machine.blocks[grid.first_block + i].grid = number;
     }
     start(emu_kernel);
     print_garbage();

@@ -131,7 +131,7 @@ u32 load(const u32* address, Order order, Scope scope) {
         pollers[address].push_back(self);
         block_on({Waiting::kFlag, address, self->polled_value, 0, ""});
     }
-    self->polled = address;
+    self->polled = self->last_loaded = address;
     check_word(address, true, false, order, scope, HERE);
     return self->polled_value = *address;
 }
@@ -162,6 +162,11 @@ u32 compare_and_swap(u32* address, u32 expected, u32 desired, Order order, Scope
     if (old == expected) *address = desired;
     wake_pollers(false, address);
     return old;
+}
+
+void fence(Scope scope) {
+    maybe_switch();
+    check_fence(scope);
 }
 
 void fence_async_shared() {

@@ -15,8 +15,9 @@ namespace emu {
 struct Agent {
     u32 fiber;
     const char* kind;
+    u32 grid;
 };
-constexpr u32 kNoFiber = ~0u;  // what wrote late contents
+constexpr u32 kNoFiber = ~0u;  // what wrote late contents of the grid
 
 const char kBulkCopy[] = "the async proxy";
 
@@ -27,6 +28,8 @@ static const u32 kNoAgent = ~0u;
 struct Thread {
     SharedClock known[kNumViews];
     u32 own[kNumViews] = {};
+    std::map<Scope, Clock> fenced;  // what its relaxed stores release: what it knew at its last fence of that scope
+    std::map<Scope, Clock> seen;    // what its relaxed loads saw released: a fence of that scope acquires it
 };
 static std::vector<Thread> threads;
 
@@ -86,7 +89,7 @@ void start_checking() {
     threads.resize(machine.fibers.size());
     const auto nothing = std::make_shared<const Clock>();
     for (u32 i = 0; i < threads.size(); ++i) {
-        agents.push_back({i, ""});
+        agents.push_back({i, "", machine.blocks[machine.fibers[i].block].grid});
         for (SharedClock& known : threads[i].known) known = nothing;
         threads[i].own[kGenericView] = 1;
     }
@@ -168,7 +171,7 @@ static Sight sight_of(const Fiber& fiber, View view) {
 }
 
 AsyncAgent new_agent(const char* kind) {
-    agents.push_back({agent_of(*machine.current), kind});
+    agents.push_back({agent_of(*machine.current), kind, machine.block().grid});
     return {u32(agents.size() - 1), 1};
 }
 
@@ -184,6 +187,7 @@ void release_async(const AsyncAgent& agent, bool is_generic, Clocks& to) {
 struct Record {
     u32 agent = kNoAgent, epoch = 0;
     u32 at = 0, caller = 0;  // addresses of code
+    Scope scope = kSys;      // of an atomic
 };
 struct Shadow {
     Record write;
@@ -248,18 +252,37 @@ static bool reads_garbage(const Record& record, Access access) {
     return access == Access::kRead && agents[record.agent].kind == kBulkCopy;
 }
 
+// The least scope that spans both blocks.
+static Scope scope_of(u32 block, u32 other_block) {
+    if (block == other_block) return kCta;
+    return machine.grid_of(block).stream == machine.grid_of(other_block).stream ? kGpu : kSys;
+}
+
+static Scope narrower(Scope a, Scope b) { return a < b ? a : b; }
+
+static const char* name_of(Scope scope) {
+    static const char* const kNames[] = {"cta", "gpu", "sys"};
+    return kNames[scope];
+}
+
 // A tensor copy may bring in rows that others are writing, if nobody uses them: such bytes become garbage instead, and
 // the result tells whether they were used.
 static std::string first_garbage;
 static u64 num_garbage;
 
+static bool is_atomic(Access access) { return access == Access::kAtomicLoad || access == Access::kAtomicStore; }
+
 // Reports a race and ends, or returns: the read brings garbage.
 static void report(const void* pointer, const Record& now, Access access, const Record& before, Access access_before,
                    bool lacks_fence) {
+    std::string why = "no release and acquire, barrier or completion orders them";
+    if (lacks_fence) why = "ordered in the generic proxy only: a fence.proxy.async is missing";
+    if (is_atomic(access) && is_atomic(access_before)) {
+        why = std::string("not atomic to each other: at ") + name_of(now.scope) + " and " + name_of(before.scope) +
+              " scope";
+    }
     const std::string text = address_name(pointer) + "\n" + describe("", now, access) +
-                             describe("earlier ", before, access_before) +
-                             (lacks_fence ? "  ordered in the generic proxy only: a fence.proxy.async is missing\n"
-                                          : "  no release and acquire, barrier or completion orders them\n");
+                             describe("earlier ", before, access_before) + "  " + why + "\n";
     if (!reads_garbage(now, access) && !reads_garbage(before, access_before)) {
         std::printf("data race on %s", text.c_str());
         fail("data race");
@@ -289,14 +312,27 @@ static void check(Checked& c, const u8* at, const Record& before, Access access_
     report(at, c.now, c.access, before, access_before, c.reads.knows(before.agent, before.epoch));
 }
 
+// Two atomics do not race if each is of a scope that spans both.
+static bool are_atomic(const Checked& c, const Record& before, Access access_before) {
+    if (!is_atomic(c.access) || !is_atomic(access_before)) return false;
+    const u32 fiber = agents[c.now.agent].fiber, other = agents[before.agent].fiber;
+    if (fiber == kNoFiber || other == kNoFiber) return true;
+    return narrower(c.now.scope, before.scope) >= scope_of(machine.fibers[fiber].block, machine.fibers[other].block);
+}
+
 static void access_shadow(Checked& c, const u8* at, Shadow& shadow) {
     const auto check_all = [&](Access before) {
-        for (const Record& record : shadow.since(before)) check(c, at, record, before);
+        for (const Record& record : shadow.since(before)) {
+            if (!are_atomic(c, record, before)) check(c, at, record, before);
+        }
     };
+    const bool stores = c.access == Access::kWrite || c.access == Access::kAtomicStore;
     check(c, at, shadow.write, Access::kWrite);
-    if (c.access == Access::kWrite || c.access == Access::kAtomicStore) check_all(Access::kRead);
-    if (c.access == Access::kWrite) check_all(Access::kAtomicLoad);
-    if (c.access == Access::kWrite || c.access == Access::kRead) check_all(Access::kAtomicStore);
+    if (stores) {
+        check_all(Access::kRead);
+        check_all(Access::kAtomicLoad);
+    }
+    check_all(Access::kAtomicStore);
     if (c.access == Access::kWrite) {
         shadow = Shadow{c.now, {}};
         return;
@@ -350,10 +386,10 @@ void check_access(const void* pointer, u32 num_bytes, Access access, const void*
     if (machine.current) check_access(pointer, num_bytes, access, at, *machine.current);
 }
 
-void check_access(const void* pointer, u32 num_bytes, Access access, const void* at, const Fiber& fiber) {
+void check_access(const void* pointer, u32 num_bytes, Access access, const void* at, const Fiber& fiber, Scope scope) {
     if (!machine.checked) return;
     const Sight known = sight_of(fiber, kGenericView);
-    const Record now{known.agent, known.own, code_address(at), caller_of(fiber)};
+    const Record now{known.agent, known.own, code_address(at), caller_of(fiber), scope};
     access_bytes(pointer, num_bytes, {now, access, known, known});
 }
 
@@ -366,24 +402,28 @@ bool check_async_access(const AsyncAgent& agent, const void* pointer, u32 num_by
     return access_bytes(pointer, num_bytes, {now, access, reads, writes});
 }
 
-// The end of launches puts all that they did, in any proxy, before what comes after. Late contents are written at that
-// moment, with atomic stores: who has not waited may look with an atomic load, and sees old words or new ones.
-SharedClocks end_launches_before(u32 grid) {
+// The end of a stream's launches puts all that they did, in any proxy, before what comes after in that stream. Late
+// contents are written at that moment, with atomic stores: who has not waited may look with an atomic load, and sees
+// old words or new ones.
+SharedClocks end_launches_before(const Grid& grid) {
     if (!machine.checked) return {};
     constexpr u32 kOver = ~0u;  // as an epoch: all of them
-    const u32 writer = u32(agents.size()), end = machine.grids[grid].first_block * machine.num_threads;
-    agents.push_back({kNoFiber, ""});
+    const u32 writer = u32(agents.size());
+    agents.push_back({kNoFiber, "", u32(&grid - machine.grids.data())});
     Clocks all;
-    for (u32 view = 0; view < kNumViews; ++view) {
-        Clock& clock = all.views[view];
-        for (u32 fiber = 0; fiber < end; ++fiber) clock.join(threads[fiber].known[view]);
-        for (u32 agent = 0; agent < agents.size(); ++agent) {
-            if (agents[agent].fiber < end || agents[agent].fiber == kNoFiber) clock.know(agent, kOver);
+    for (u32 agent = 0; agent < agents.size(); ++agent) {
+        const auto& [fiber, kind, number] = agents[agent];
+        const Grid& its = machine.grids[number];
+        const bool is_over = its.launch < grid.launch || (its.launch == grid.launch && fiber == kNoFiber);
+        if (its.stream != grid.stream || !is_over) continue;
+        for (u32 view = 0; view < kNumViews; ++view) {
+            if (agent < threads.size()) all.views[view].join(threads[agent].known[view]);
+            all.views[view].know(agent, kOver);
         }
     }
     const SharedClocks known = share(std::move(all));
     const Sight sight{writer, kOver, *known.views[kGenericView]};
-    for (const Late& late : machine.grids[grid].late) {
+    for (const Late& late : grid.late) {
         const Region& region = machine.regions[late.region];
         access_bytes(region.begin, u32(region.num_bytes), {{writer, 1}, Access::kAtomicStore, sight, sight});
     }
@@ -391,31 +431,44 @@ SharedClocks end_launches_before(u32 grid) {
 }
 
 // Words that order memory. "A release pattern at a location is observed by an acquire pattern there, if their scopes
-// include each other"; read-modify-writes continue the release sequence, a relaxed store ends it. What another block's
-// async proxy knows does not travel: "when synchronizing threads are in different CTAs, the proxy fence must be in the
-// CTA of the non-generic operation" (Lustig et al., Mixed-proxy extensions for the PTX memory model, ISCA 2022).
+// include each other"; read-modify-writes continue the release sequence, a relaxed store ends it. A fence makes a
+// release pattern of the relaxed stores behind it, and an acquire pattern of the relaxed loads before it. What another
+// block's async proxy knows does not travel: "when synchronizing threads are in different CTAs, the proxy fence must be
+// in the CTA of the non-generic operation" (Lustig et al., Mixed-proxy extensions for the PTX memory model, ISCA 2022).
 using SyncWord = std::map<std::pair<u32, Scope>, Clock>;  // what was released, by block and scope
 static std::unordered_map<const void*, SyncWord> sync_words;
 
-static bool synchronizes(u32 block, Scope scope, u32 other_block, Scope other_scope) {
-    if (block == other_block) return true;
-    const Scope narrower = scope < other_scope ? scope : other_scope;
-    const bool same_gpu = machine.in_stream || machine.blocks[block].grid == machine.blocks[other_block].grid;
-    return narrower >= (same_gpu ? kGpu : kSys);
-}
-
 void check_word(const u32* word, bool loads, bool stores, Order order, Scope scope, const void* at) {
     if (!machine.checked) return;
-    check_access(word, 4, stores ? Access::kAtomicStore : Access::kAtomicLoad, at);
+    check_access(word, 4, stores ? Access::kAtomicStore : Access::kAtomicLoad, at, *machine.current, scope);
     const Fiber& self = *machine.current;
+    Thread& thread = threads[agent_of(self)];
     SyncWord& sync = sync_words[word];
-    if (loads && (order == kAcquire || order == kAcqRel)) {
-        for (const auto& [from, clock] : sync) {
-            if (synchronizes(self.block, scope, from.first, from.second)) acquire_generic(self, clock);
+    for (const auto& [from, clock] : sync) {
+        if (!loads) break;
+        const Scope both = narrower(scope, from.second), least = scope_of(self.block, from.first);
+        if (both < least) continue;
+        if (order == kAcquire || order == kAcqRel) {
+            acquire_generic(self, clock);
+        } else if (!includes(*thread.known[kGenericView], clock)) {
+            thread.seen[least].join(clock);
         }
     }
     if (stores && !loads) sync.clear();
+    if (stores) {
+        for (const auto& [fenced, clock] : thread.fenced) sync[{self.block, narrower(fenced, scope)}].join(clock);
+    }
     if (order == kRelease || order == kAcqRel) release_generic(self, sync[{self.block, scope}]);
+}
+
+void check_fence(Scope scope) {
+    if (!machine.checked) return;
+    const Fiber& self = *machine.current;
+    Thread& thread = threads[agent_of(self)];
+    for (const auto& [least, clock] : thread.seen) {
+        if (scope >= least) acquire_generic(self, clock);
+    }
+    release_generic(self, thread.fenced[scope]);
 }
 
 }  // namespace emu

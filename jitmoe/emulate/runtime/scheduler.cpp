@@ -80,6 +80,8 @@ struct Event {
 static std::vector<Fiber*> ready;
 static std::priority_queue<Event> events;
 static u64 num_events, progress_at_retry = ~0ull;
+static u64 progress_seen, quiet_since;
+constexpr u64 kQuietSteps = 1 << 14, kStallSteps = 1 << 21;
 static void* main_stack_pointer;
 static void (*kernel)(const void*);
 
@@ -89,7 +91,7 @@ static void switch_to(void** save, Fiber* next) {
     if (next == nullptr) {
         emu_switch(save, main_stack_pointer);
     } else {
-        const Grid& grid = machine.grids[machine.blocks[next->block].grid];
+        const Grid& grid = machine.grid_of(next->block);
         here = {next->thread, next->block - grid.first_block, grid.num_blocks};
         emu_switch(save, next->stack_pointer);
     }
@@ -104,10 +106,11 @@ std::string place_name(const Fiber& fiber) {
 }
 
 std::string block_name(u32 block) {
-    const u32 rank = machine.blocks[block].grid;
-    const std::string name = "block " + std::to_string(block - machine.grids[rank].first_block);
-    const char* const of = machine.in_stream ? " of launch " : " of rank ";
-    return machine.grids.size() == 1 ? name : name + of + std::to_string(rank);
+    const Grid& grid = machine.grid_of(block);
+    std::string name = "block " + std::to_string(block - grid.first_block);
+    if (machine.grids.size() > machine.streams.size()) name += " of launch " + std::to_string(grid.launch);
+    if (machine.streams.size() > 1) name += " of rank " + std::to_string(machine.streams[grid.stream].number);
+    return name;
 }
 
 void fail(const char* format, ...) {
@@ -123,16 +126,23 @@ void fail(const char* format, ...) {
     std::_Exit(4);
 }
 
-static std::string describe(const Fiber& fiber) {
+static std::string describe_flag(const void* flag) {
+    char text[400];
+    std::snprintf(text, sizeof text, "flag %s, which holds %u", address_name(flag).c_str(),
+                  *static_cast<const u32*>(flag));
+    return text;
+}
+
+static std::string describe(const Fiber& fiber, bool all_poll) {
     const Waiting& w = fiber.waiting;
+    const bool may_poll = w.kind == Waiting::kWarp || w.kind == Waiting::kNothing;
+    if (all_poll && may_poll && fiber.last_loaded) return describe_flag(fiber.last_loaded);
     char text[400];
     switch (w.kind) {
         case Waiting::kMbarrier:
             return describe_mbarrier(fiber.block, w.object, w.a);
         case Waiting::kFlag:
-            std::snprintf(text, sizeof text, "flag %s, which holds %u", address_name(w.object).c_str(),
-                          *static_cast<const u32*>(w.object));
-            return text;
+            return describe_flag(w.object);
         case Waiting::kWarp: {
             const Warp& warp = machine.blocks[fiber.block].warps[fiber.warp()];
             std::snprintf(text, sizeof text, "the other lanes at %s (mask %08x, arrived %08x)", warp.collective.name,
@@ -154,7 +164,8 @@ static std::string describe(const Fiber& fiber) {
                           machine.blocks[fiber.block].free_regs);
             return text;
         case Waiting::kStart: {
-            const Grid& before = machine.grids[machine.blocks[fiber.block].grid - 1];
+            const Grid& grid = machine.grid_of(fiber.block);
+            const Grid& before = machine.grids[machine.streams[grid.stream].grids[grid.launch - 1]];
             std::snprintf(text, sizeof text, "the launch before it to let it start: %u of %u blocks do",
                           before.num_letting_next_start, before.num_blocks);
             return text;
@@ -166,14 +177,15 @@ static std::string describe(const Fiber& fiber) {
     }
 }
 
-static void report_stall() {
-    std::printf("stall: nothing can run any more (seed %llu, step %llu)\n", machine.seed, machine.step);
+static void report_stall(bool all_poll) {
+    std::printf("stall: nothing %s any more (seed %llu, step %llu)\n", all_poll ? "changes" : "can run", machine.seed,
+                machine.step);
     const u32 num_warps = machine.num_threads / kWarpLanes;
     for (u32 warp = 0; warp < num_warps * machine.num_blocks; ++warp) {
         const Fiber* lanes = &machine.fibers[warp * kWarpLanes];
         std::map<std::string, u32> waits;
         for (u32 lane = 0; lane < kWarpLanes; ++lane) {
-            if (lanes[lane].state != Fiber::kExited) waits[describe(lanes[lane])] |= 1u << lane;
+            if (!lanes[lane].is_over()) waits[describe(lanes[lane], all_poll)] |= 1u << lane;
         }
         for (const auto& [what, mask] : waits) {
             std::printf("  %s", place_name(lanes[0]).c_str());
@@ -184,6 +196,24 @@ static void report_stall() {
     std::fflush(stdout);
 }
 
+static void stall(bool all_poll) {
+    report_stall(all_poll);
+    if (!machine.expire || machine.expired || !(all_poll || any_pollers())) std::_Exit(3);
+    machine.expired = machine.has_expired = true;
+    machine.stalled_at = machine.step;
+    wake_pollers(true, nullptr);
+}
+
+// For how many steps nothing has changed that can be awaited: threads that run only poll, in ways that do not put them
+// to sleep, as when a warp votes on what its lanes load.
+static u64 quiet_steps() {
+    if (machine.progress != progress_seen || !events.empty()) {
+        progress_seen = machine.progress;
+        quiet_since = machine.step;
+    }
+    return machine.step - quiet_since;
+}
+
 // No thread is ready and nothing asynchronous is under way. Polls go on for ever on the device: let them look again, in
 // case something changed that nobody was woken for, then call it a stall.
 static void nothing_ready() {
@@ -192,16 +222,18 @@ static void nothing_ready() {
         wake_pollers(true, nullptr);
         return;
     }
-    report_stall();
-    if (!machine.expire || machine.expired || !any_pollers()) std::_Exit(3);
-    machine.expired = machine.has_expired = true;
-    machine.stalled_at = machine.step;
-    wake_pollers(true, nullptr);
+    stall(false);
 }
 
 static Fiber* pick() {
     for (;;) {
         machine.step += 1;
+        if (machine.step >= machine.killed_at) kill_stream();
+        const u64 quiet = quiet_steps();
+        if (quiet > kStallSteps) {
+            stall(true);
+            quiet_since = machine.step;
+        }
         if (!events.empty() && (ready.empty() || events.top().due <= machine.step)) {
             if (events.top().due > machine.step) machine.step = events.top().due;
             const auto work = std::move(const_cast<Event&>(events.top()).work);
@@ -213,11 +245,12 @@ static Fiber* pick() {
         } else {
             const bool last = machine.random.below(100) < machine.locality_percent;
             u32 index = last ? ready.size() - 1 : machine.random.below(ready.size());
-            for (u32 i = 0; i < 64 && ready[index]->is_starved; ++i) index = machine.random.below(ready.size());
+            for (u32 i = 0; i < 64 && quiet < kQuietSteps && ready[index]->is_starved; ++i)
+                index = machine.random.below(ready.size());
             Fiber* fiber = ready[index];
             ready[index] = ready.back();
             ready.pop_back();
-            return fiber;
+            if (!keeps(fiber)) return fiber;
         }
     }
 }
@@ -247,8 +280,10 @@ void block_on(const Waiting& waiting) {
 void wake(Fiber* fiber) {
     if (fiber->state != Fiber::kBlocked) return;
     fiber->state = Fiber::kReady;
-    ready.push_back(fiber);
+    make_ready(fiber);
 }
+
+void make_ready(Fiber* fiber) { ready.push_back(fiber); }
 
 void later(u32 max_delay, std::function<void()> work) {
     events.push({machine.step + 1 + machine.random.below(max_delay), num_events++, std::move(work)});
@@ -317,7 +352,7 @@ void start(void (*the_kernel)(const void*)) {
         }
         fiber.is_starved = is_starved;
         fiber.stack_pointer = new_stack_frame(stack + kGuardBytes + kStackBytes, fiber_main);
-        if (machine.in_stream && machine.blocks[fiber.block].grid > 0) {
+        if (machine.grid_of(fiber.block).launch > 0) {
             fiber.state = Fiber::kBlocked;
             fiber.waiting.kind = Waiting::kStart;
         } else {
@@ -325,7 +360,8 @@ void start(void (*the_kernel)(const void*)) {
         }
     }
     start_checking();
-    start_stream();
+    start_streams();
+    start_delays();
     switch_to(&main_stack_pointer, pick());
     machine.current = nullptr;
     check_registers();

@@ -230,6 +230,7 @@ void set_registers(u32 launch_regs, u32 regs) {
 // "setmaxnreg must be executed by all warps of a warpgroup."
 void check_registers() {
     for (u32 b = 0; b < machine.num_blocks; ++b) {
+        if (machine.streams[machine.grid_of(b).stream].is_killed) continue;
         const auto& warps = machine.blocks[b].warps;
         for (u32 w = 0; w < warps.size(); ++w) {
             if (warps[w].wanted_regs != warps[w / 4 * 4].wanted_regs) {

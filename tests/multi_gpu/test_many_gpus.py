@@ -1,0 +1,45 @@
+"""The kernel on ranks with a GPU each."""
+
+import pytest
+from process_ranks import run_ranks, values
+from rank_layers import lose_a_rank, reset_after_a_late_rank, run_cases
+
+from jitmoe.run.driver import num_devices
+
+TIMEOUT_S = 120.0
+
+CASES = [  # tokens of ranks, again and again
+    ((9, 3), True, "uniform"),
+    ((9, 3), False, "uniform"),
+    ((1, 0), True, "uniform"),
+    ((0, 130), True, "zipf"),
+    ((300, 301), False, "unused"),
+    ((2048, 2000), True, "uniform"),
+    ((1000, 0), True, "one_expert"),
+    ((500, 500), True, "duplicates"),
+]
+
+
+@pytest.mark.parametrize("handles", ["vmm", "ipc"])
+def test_against_the_oracle(handles):
+    num_ranks = min(num_devices(), 8)
+    cases = [((counts * num_ranks)[:num_ranks], *more) for counts, *more in CASES]
+    for errors in values(
+        run_ranks(run_cases, num_ranks, False, handles, cases, timeout_s=TIMEOUT_S)
+    ):
+        assert max(errors) < 1e-2
+
+
+@pytest.mark.skipif("num_devices() < 3", reason="survivors form a group: needs 3 GPUs")
+@pytest.mark.parametrize("when", ["between", "during"])
+def test_survivors_name_the_rank_that_is_gone(when, tmp_path):
+    outcomes = run_ranks(lose_a_rank, 3, False, when, str(tmp_path), timeout_s=TIMEOUT_S)
+    assert outcomes[2].exit_code == -9
+    for said in values(outcomes[:2]):
+        assert "which rank 2 owes" in said or "of rank 2" in said
+
+
+def test_reset_after_a_late_rank():
+    outcomes = values(run_ranks(reset_after_a_late_rank, 2, False, timeout_s=TIMEOUT_S))
+    assert "of rank 0" in outcomes[1][0]
+    assert all(error < 1e-2 for _, error in outcomes)
