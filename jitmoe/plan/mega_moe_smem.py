@@ -45,7 +45,7 @@ def smem(plan) -> MemoryMap:
         Region("tasks", "u32", (slots, 8), 16, to_roles),
         Region("task_rows", "u32", (slots, tokens), 16, to_roles),
         Region("task_used", "u32", (slots, tokens), 16, "schedule -> deliver"),
-        Region("first", "u32", (3 + (plan.num_ranks > 1),), 16, "head -> load, schedule"),
+        Region("first", "u32", (5 if plan.num_ranks > 1 else 3,), 16, "head -> load, schedule"),
         Region("row_start", "u32", (experts + 1,), 4, "head -> load, schedule"),
         Region("row_end", "u32", (experts,), 4, "head -> load, schedule"),
         Region("block_start", "u32", (experts + 1,), 4, "head -> load, schedule"),

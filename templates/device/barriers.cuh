@@ -13,13 +13,14 @@ DEVICE void sync_named(u32 id, u32 num_threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
 }
 
-// One warp of every CTA of the grid, whole, so that it leaves whole when the budget is spent. Co-residency comes from
-// the cooperative launch. `counter` starts at zero and is used once in a launch.
-DEVICE void sync_grid(const Params& p, u32* counter) {
+// One warp of every CTA of the grid, whole; false when the budget is spent. Co-residency comes from the cooperative
+// launch. `counter` starts at zero and is used once in a launch.
+DEVICE bool sync_grid(const Params& p, u32* counter) {
     if (lane_idx() == 0) add_release_gpu(counter, 1);
     sync_warp();
     const u32 expected = num_blocks();
-    wait_until(p, kWaitGridBarrier, 0, expected, [&] { return load_acquire_gpu(counter) == expected; });
+    const auto poll = [&] { return load_acquire_gpu(counter) == expected; };
+    return poll() || poll_in_time(p, kWaitGridBarrier, 0, expected, poll);
 }
 
 // Every warp of a warpgroup executes it, once. kLaunchRegs is what the launch gave each thread.

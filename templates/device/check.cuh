@@ -37,22 +37,26 @@ DEVICE void report_timeout(const Params& p, Wait what, u32 index, u32 expected) 
     }
 }
 
-DEVICE void give_up(const Params& p, Wait what, u32 index, u32 expected) {
-    report_timeout(p, what, index, expected);
-    exit_thread();
-}
-
-// Polls until `poll()` is true. `index`, which polls may change, and `expected` go to the message.
+// Polls until `poll()` is true; false if the budget is spent. `index`, which polls may change, and `expected` go to the
+// message.
 template <typename Poll>
-DEVICE void poll_until(const Params& p, Wait what, const u32& index, u32 expected, Poll poll) {
+DEVICE bool poll_in_time(const Params& p, Wait what, const u32& index, u32 expected, Poll poll) {
     trace_begin(p, kEventWait + what, index, expected);
     const u32 start = global_timer_us();
     for (u32 polls = 1; !poll(); ++polls) {
         if (polls % 128 != 0) continue;
         const bool expired = global_timer_us() - start > p.timeout_us;
-        if (expired || load_relaxed_gpu(p.header + kHeaderAbort) != 0) give_up(p, what, index, expected);
+        if (!expired && load_relaxed_gpu(p.header + kHeaderAbort) == 0) continue;
+        report_timeout(p, what, index, expected);
+        return false;
     }
     trace_end(p, kEventWait + what);
+    return true;
+}
+
+template <typename Poll>
+DEVICE void poll_until(const Params& p, Wait what, const u32& index, u32 expected, Poll poll) {
+    if (!poll_in_time(p, what, index, expected, poll)) exit_thread();
 }
 
 // The same after a first look, which mostly is enough.

@@ -11,13 +11,14 @@ DEVICE void sync_warp() { emu::sync_warp(kFullMask); }
 // All `num_threads` threads that use barrier `id`.
 DEVICE void sync_named(u32 id, u32 num_threads) { emu::sync_named(id, num_threads); }
 
-// One warp of every CTA of the grid, whole, so that it leaves whole when the budget is spent. Co-residency comes from
-// the cooperative launch. `counter` starts at zero and is used once in a launch.
-DEVICE void sync_grid(const Params& p, u32* counter) {
+// One warp of every CTA of the grid, whole; false when the budget is spent. Co-residency comes from the cooperative
+// launch. `counter` starts at zero and is used once in a launch.
+DEVICE bool sync_grid(const Params& p, u32* counter) {
     if (lane_idx() == 0) add_release_gpu(counter, 1);
     sync_warp();
     const u32 expected = num_blocks();
-    wait_until(p, kWaitGridBarrier, 0, expected, [&] { return load_acquire_gpu(counter) == expected; });
+    const auto poll = [&] { return load_acquire_gpu(counter) == expected; };
+    return poll() || poll_in_time(p, kWaitGridBarrier, 0, expected, poll);
 }
 
 // Every warp of a warpgroup executes it, once. kLaunchRegs is what the launch gave each thread.

@@ -81,12 +81,12 @@ DEVICE First begin_head(const Params& p) {
 }
 
 // Before a CTA barrier.
-DEVICE void publish_first(Smem& smem, const First& first) {
+DEVICE void publish_first(const Params& p, Smem& smem, const First& first) {
     if (thread_idx() != kFirstThread) return;
     smem.first[kFirstParity] = first.parity;
     smem.first[kFirstTask] = first.task;
     smem.first[kFirstPreloaded] = 0;
-    publish_launch_number(smem, first.number);
+    publish_launch_number(p, smem, first.number);
 }
 
 // The other bank served the previous launch, which must be over.

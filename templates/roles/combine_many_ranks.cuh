@@ -1,6 +1,43 @@
 // The end of a launch on many ranks: a rank tells all others of an expert that it is through with, and adds up the rows
 // of its tokens as they come, in slot order.
 
+// Lane l sums 8 channels of every token's rows, those of the slots in `used`; `store(t, sum)` puts them where they
+// belong. Few slots are used: three of a token are loaded at a time.
+template <typename Store>
+DEVICE void sum_rows(const u16* first_row, const u32 (&tokens)[kCombineTokens], const u32 (&used)[kCombineTokens],
+                     u32 tile, Store store) {
+    constexpr u32 kSlots = min_of(kTopK, 3u);
+    const u32 channel = tile * kBlockRows + lane_idx() * 8;
+    if (channel >= kHidden) return;
+    float sums[kCombineTokens][8] = {};
+    u32 rest[kCombineTokens], any = 0;
+#pragma unroll
+    for (u32 t = 0; t < kCombineTokens; ++t) any |= rest[t] = used[t];
+#pragma unroll 1
+    while (any != 0) {
+        uint4 rows[kCombineTokens][kSlots] = {};
+        any = 0;
+#pragma unroll
+        for (u32 t = 0; t < kCombineTokens; ++t) {
+#pragma unroll
+            for (u32 i = 0; i < kSlots; ++i) {
+                if (rest[t] == 0) continue;
+                const u64 row = u64(tokens[t]) * kTopK + __ffs(rest[t]) - 1;
+                rows[t][i] = *reinterpret_cast<const uint4*>(first_row + row * kHidden + channel);
+                rest[t] &= rest[t] - 1;
+            }
+            any |= rest[t];
+        }
+#pragma unroll
+        for (u32 t = 0; t < kCombineTokens; ++t) {
+#pragma unroll
+            for (u32 i = 0; i < kSlots; ++i) add_channels(sums[t], rows[t][i]);
+        }
+    }
+#pragma unroll
+    for (u32 t = 0; t < kCombineTokens; ++t) store(t, pack_channels(sums[t]));
+}
+
 // After the rows of a tile of GEMM 2 are on their way. One whole warp, of `warps` that do so for every tile; pairs with
 // combine_ranks.
 DEVICE void finish_expert_tile(const Params& p, const Smem& smem, const Head& head, u32 expert, u32 warps) {

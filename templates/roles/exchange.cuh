@@ -23,18 +23,20 @@ DEVICE void tell_ranks_when_all(const Params& p, const Head& head, u32 word, i64
     if (warp_idx() == 0) tell_ranks(p, head, word, num_blocks(), at + p.rank * 4);
 }
 
-// Until the flags at `at` of all ranks are set. One whole warp; others learn of it by a barrier. Pairs with tell_ranks.
-DEVICE void wait_for_ranks(const Params& p, Wait what, i64 at) {
+// The whole CTA: until the flags at `at` of all ranks are set. Pairs with tell_ranks.
+DEVICE void wait_for_ranks(const Params& p, Smem& smem, Wait what, i64 at) {
     const u32* flags = symmetric<u32>(p, p.rank, at);
-    for (u32 first = 0; first < kNumRanks; first += kWarpThreads) {
+    for (u32 first = 0; warp_idx() == 0 && first < kNumRanks; first += kWarpThreads) {
         u32 owing = first;
-        wait_until(p, what, owing, launch_number() + 1, [&] {
+        const bool in_time = poll_in_time(p, what, owing, launch_number() + 1, [&] {
             const u32 rank = first + lane_idx();
             const u32 unset = __ballot_sync(kFullMask, rank < kNumRanks && !is_set(flags + rank));
             if (unset != 0) owing = first + __ffs(unset) - 1;
             return unset == 0;
         });
+        if (!in_time) abort_head(smem);
     }
+    leave_if_aborted(smem);
 }
 
 // Experts and router weights of this rank's pairs into the tables of all ranks.
@@ -122,15 +124,12 @@ DEVICE void fetch_token(const Params& p, u32 token, Store store, StoreScale stor
 }
 
 // The whole CTA: this rank's tokens and pairs to all, and the pairs of all. Pairs go first: weights wait for them.
-DEVICE void bring_pairs(const Params& p, const Head& head) {
+DEVICE void bring_pairs(const Params& p, Smem& smem, const Head& head) {
+    leave_if_aborted(smem);
     publish_pairs(p, head);
     stage_tokens(p, head);
-    if (warp_idx() == 0) wait_for_ranks(p, kWaitPairs, p.pairs_ready_at);
-    sync_block();
+    wait_for_ranks(p, smem, kWaitPairs, p.pairs_ready_at);
 }
 
 // The whole CTA: until the tokens of all ranks lie ready.
-DEVICE void wait_for_tokens(const Params& p) {
-    if (warp_idx() == 0) wait_for_ranks(p, kWaitTokens, p.tokens_ready_at);
-    sync_block();
-}
+DEVICE void wait_for_tokens(const Params& p, Smem& smem) { wait_for_ranks(p, smem, kWaitTokens, p.tokens_ready_at); }

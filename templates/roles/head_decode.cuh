@@ -170,7 +170,7 @@ DEVICE void sort_early(const Params& p, Smem& smem, bool alone) {
     Experts<kOthers> now;
     if (sorts) {
         count_locally(p, smem, sort);
-        publish_first(smem, first);
+        publish_first(p, smem, first);
         sync_math();
         if (alone && sort_thread() == 0) preload_weights(p, smem);
         rank_locally(p, smem, sort);
@@ -254,12 +254,12 @@ DEVICE Head run_head(const Params& p, Smem& smem) {
         sort_early(p, smem, alone);
     } else {
         wait_for_previous_launch();
-        publish_first(smem, begin_head(p));
+        publish_first(p, smem, begin_head(p));
         sync_block();
     }
     const Head head{smem.first[kFirstParity], local, alone};
     clear_other_bank(p, head.parity);
-    bring_pairs(p, head);
+    bring_pairs(p, smem, head);
     if constexpr (kNumRanks > 1) {
         if (local) sort_once(p, smem);
     } else if (quantizes_x(p)) {
@@ -268,7 +268,7 @@ DEVICE Head run_head(const Params& p, Smem& smem) {
         order_tokens(p);
     }
     if (!local) sort_together(p, smem, head);
-    wait_for_tokens(p);
+    wait_for_tokens(p, smem);
     if constexpr (kNumRanks > 1) fetch_tokens(p);
     sync_block();
     if (!alone && thread_idx() == 0) end_head(p, head);  // else role_schedule does it

@@ -83,11 +83,11 @@ DEVICE void copy_token(const Params& p, u32 token, const u32* rows) {
 
 DEVICE Head run_head(const Params& p, Smem& smem) {
     wait_for_previous_launch();
-    publish_first(smem, begin_head(p));
+    publish_first(p, smem, begin_head(p));
     sync_block();
     const Head head{smem.first[kFirstParity]};
     clear_other_bank(p, head.parity);
-    bring_pairs(p, head);
+    bring_pairs(p, smem, head);
     constexpr u32 kChunkTokens = 4096 / kTopK;  // as many at a time as have room for their rows
     struct Sorting {
         u32 counts[kNumExperts], next[kNumExperts], rows[kChunkTokens * kTopK];
@@ -97,7 +97,7 @@ DEVICE Head run_head(const Params& p, Smem& smem) {
     const u32 share = ceil_div(p.num_tokens, num_blocks());
     const u32 begin = min_of(share * block_idx(), p.num_tokens), end = min_of(begin + share, p.num_tokens);
     reserve_rows(p, smem, head, begin * kTopK, end * kTopK, sorting.counts, sorting.next);
-    wait_for_tokens(p);
+    wait_for_tokens(p, smem);
     for (u32 first = begin; first < end; first += kChunkTokens) {
         const u32 last = min_of(first + kChunkTokens, end);
         for (u32 pair = first * kTopK + thread_idx(); pair < last * kTopK; pair += kNumThreads) {

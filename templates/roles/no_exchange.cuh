@@ -1,7 +1,7 @@
 // One rank: pairs and tokens are there.
 
-DEVICE void bring_pairs(const Params&, const Head&) {}
-DEVICE void wait_for_tokens(const Params&) {}
+DEVICE void bring_pairs(const Params&, Smem&, const Head&) {}
+DEVICE void wait_for_tokens(const Params&, Smem&) {}
 
 // Many ranks: see exchange.cuh. Named where the head branches on kNumRanks.
 template <typename Store, typename StoreScale>

@@ -19,7 +19,11 @@ DEVICE bool goes_alone(u32) { return false; }
 DEVICE u16* slice_of_pair(const Params& p, u64 pair, u32) { return p.slices + pair * kHidden; }
 DEVICE u16* sum_target(const Params& p, u32 token, u32) { return p.y + i64(token) * p.y_stride; }
 
+// When a wait of the head has run out of time: the one warp that waited leaves.
+DEVICE void abort_head(Smem&) { exit_thread(); }
+DEVICE void leave_if_aborted(Smem&) { sync_block(); }
+
 // Launches of one rank are told apart by their parity alone.
 DEVICE u32 read_launch_number(const Params&) { return 0; }
-DEVICE void publish_launch_number(Smem&, u32) {}
+DEVICE void publish_launch_number(const Params&, Smem&, u32) {}
 DEVICE void end_launch_number(const Params&) {}

@@ -113,8 +113,8 @@ DEVICE void reserve_rows(const Params& p, Smem& smem, const Head& head, u32 begi
         next[e] = counts[e] ? fetch_add_relaxed_gpu(rows_of_expert + e, counts[e]) : 0;
     }
     sync_block();
-    if (warp_idx() == 0) sync_grid(p, counter(p, head, kBankBarrier));
-    sync_block();
+    if (warp_idx() == 0 && !sync_grid(p, counter(p, head, kBankBarrier))) abort_head(smem);
+    leave_if_aborted(smem);
     for (u32 e = thread_idx(); e < kNumExperts; e += kNumThreads) counts[e] = load_relaxed_gpu(rows_of_expert + e);
     sync_block();
     if (warp_idx() == 0) prefix_sums(smem, counts);
