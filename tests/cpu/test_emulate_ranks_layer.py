@@ -152,9 +152,7 @@ def test_buckets_take_turns(presum):
 @pytest.mark.parametrize("bucket", BUCKETS)
 def test_tokens_in_fp8_give_the_same_bits(bucket):
     ranks = Ranks(plan_of(bucket, 3), room=33)
-    for y, other in zip(
-        ranks.run((7, 0, 33)), ranks.run((7, 0, 33), x_is_fp8=True), strict=True
-    ):
+    for y, other in zip(ranks.run((7, 0, 33)), ranks.run((7, 0, 33), x_is_fp8=True), strict=True):
         assert np.array_equal(y, other)
 
 
