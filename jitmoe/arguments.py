@@ -120,6 +120,19 @@ def check_call(
     return Fit(*layouts, *sizes)
 
 
+def read_expert_map(expert_map, device: int) -> tuple[int, tuple[int, int]]:
+    """Address and shape of a map of logical experts; 0 and no rows for None."""
+    if expert_map is None:
+        return 0, (0, 0)
+    got = view(expert_map, "expert_map")
+    remedy = "pass a row of replicas for each logical expert"
+    check_array(got, "expert_map", (None, None), ("i32",), device, remedy)
+    if not all(got.shape):
+        raise ValueError(f"expert_map must not be empty, got shape {list(got.shape)}; {remedy}")
+    check_contiguous(got, "expert_map")
+    return got.ptr, got.shape
+
+
 def _check_wrapped(weights) -> None:
     if not isinstance(weights, ExpertWeights):
         raise TypeError(

@@ -40,6 +40,7 @@ def mega_moe(
     group: Group | None = None,
     max_num_tokens: int | None = None,
     presum: bool = True,
+    expert_map=None,
     plan: MegaMoePlan | None = None,
     backend: str = "cuda",
 ):
@@ -77,7 +78,8 @@ def mega_moe(
                   MXFP4 weights where it has many tokens, for decode's kernel serves them too
     out           [num_tokens, hidden] bf16, written in place (default: a new array of x's family)
     expert_counts None, or [num_experts] int32, to which the call adds how many slots of its tokens
-                  each expert of `weights` got; whoever reads it clears it
+                  each expert of `weights` got, of all ranks' tokens in a group; whoever reads it
+                  clears it
     stream        an address or a CuPy or PyTorch stream (default: the current stream of x's
                   library)
     workspace     a Workspace (default: one for each device and stream); of a group, a
@@ -93,6 +95,11 @@ def mega_moe(
     presum        of a group: whether a rank adds up a token's rows before they travel, which saves
                   bytes and rounds each rank's sum to bf16; if not, bits are those of one rank that
                   has all experts
+    expert_map    of a group: None, or int32 [num_logical_experts, max_replicas]: topk_ids name its
+                  rows, and a row has the experts that do the same, r * num_experts + i for expert i
+                  of rank r, then -1. Token t of rank r goes to number (r + t) modulo their count,
+                  in all its slots; an id of no row, or of one without experts, is an unused slot.
+                  Contents may change between calls; of a LocalGroup one array serves all ranks
     plan          a MegaMoePlan for these sizes (default: the heuristic's)
     backend       "cuda", or "emulated": the kernel an H200 would run, thread by thread on this CPU,
                   for NumPy arrays and ExpertWeights of such. Takes seconds for small layers, needs
@@ -132,7 +139,14 @@ def mega_moe(
             "out": out,
             "expert_counts": expert_counts,
         }
-        return fused_ranks.run(group, workspace, max_num_tokens, presum, given, wants, stream)
+        return fused_ranks.run(
+            group, workspace, max_num_tokens, presum, expert_map, given, wants, stream
+        )
+    if expert_map is not None:
+        raise ValueError(
+            "expert_map is for a group of several ranks, the call has one; pass the group, or ids "
+            "of the experts of `weights` and no map"
+        )
     if backend != "cuda":
         _check_emulated(backend, stream, workspace)
         return _emulated(x, topk_ids, topk_weights, weights, out, expert_counts, plan, wants)

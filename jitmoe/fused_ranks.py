@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from jitmoe.arguments import Fit, read_call, split_x
+from jitmoe.arguments import Fit, read_call, read_expert_map, split_x
 from jitmoe.jit.render import plan_hash
 from jitmoe.plan import heuristics
 from jitmoe.plan.mega_moe import MegaMoePlan
@@ -50,6 +50,7 @@ def run(
     workspace: GroupWorkspace | None,
     max_num_tokens: int | None,
     presum: bool,
+    expert_map,
     given: Mapping[str, object],
     wants: Sequence,
     stream,
@@ -65,19 +66,20 @@ def run(
     is_local = isinstance(group, LocalGroup)
     ranks = [_read(*one) for one in (_by_rank(group, given) if is_local else [given.values()])]
     bound = _bound(group, ranks, max_num_tokens)
+    map_address, map_shape = read_expert_map(expert_map, ranks[0].weights.device)
     if stream is None:
         stream = current_stream(ranks[0].fit.x.family, group.device)
     elif not isinstance(stream, int):
         stream = stream_address(stream)
-    key = (tuple(rank.fit for rank in ranks), bound, presum, tuple(wants))
+    key = (tuple(rank.fit for rank in ranks), bound, presum, map_shape, tuple(wants))
     key += (tuple(id(rank.weights) for rank in ranks),)
     ready = memory.ready.get(key)
     if ready is None or ready.generation != memory.generation:
-        ready = _make_ready(memory, ranks, bound, presum, wants, stream, key)
+        ready = _make_ready(memory, ranks, bound, presum, map_shape, wants, stream, key)
     for workspace in memory.workspaces:
         workspace.note_launch(stream)
     for rank, write in zip(ranks, ready.write_addresses, strict=True):
-        write(*rank.addresses)
+        write(*rank.addresses, map_address)
     ready.params.join()
     ready.kernel.launch(ready.params, stream, True, ready.grid)
     return [rank.out for rank in ranks] if is_local else ranks[0].out
@@ -159,11 +161,13 @@ def _make_ready(
     ranks: Sequence[_Rank],
     bound: int,
     presum: bool,
+    map_shape: tuple[int, int],
     wants: Sequence,
     stream: int,
     key: tuple,
 ) -> Ready:
     group, first = memory.group, ranks[0]
+    num_addresses = len(first.addresses) + 1  # and expert_map's
     variant = Variant(*wants, **first.weights.variant_fields)
     plan = find_plan(group, first.weights, bound, first.fit.top_k, presum, variant)
     peers, offsets, capacity = memory.reserve(plan, bound, stream)
@@ -174,7 +178,7 @@ def _make_ready(
         fit, x_is_bf16 = rank.fit, rank.fit.x_scale is None
         params = prepared.params.copy()
         params.write(
-            *[0] * len(rank.addresses),
+            *[0] * num_addresses,
             *prepared.memory,
             workspace.status_address,
             *rank.weights.bias_fields,
@@ -197,6 +201,7 @@ def _make_ready(
             bound,
             fit.num_tokens,
             capacity,
+            *map_shape,
         )
         blocks.append(params)
     memory.enter(plan, bound, plan_hash(plan))
@@ -205,7 +210,7 @@ def _make_ready(
     ready = memory.ready[key] = Ready(
         prepared.kernel,
         JoinedParams(blocks),
-        tuple(block.address_writer(len(first.addresses)) for block in blocks),
+        tuple(block.address_writer(num_addresses) for block in blocks),
         grid * len(ranks),
         memory.generation,
     )

@@ -26,6 +26,8 @@ class EmulatedRanks:
     biases       of each rank's experts, of a plan that has them
     beside       ranks of another plan, of the other bucket say, that take turns with these: both
                  use one symmetric memory
+    expert_counts
+                 of each rank, what launches add the routed pairs of its experts to, or None
     """
 
     def __init__(
@@ -37,13 +39,16 @@ class EmulatedRanks:
         checked: bool = False,
         biases: Sequence[Biases] | None = None,
         beside: EmulatedRanks | None = None,
+        expert_counts: Sequence[np.ndarray] | None = None,
     ):
         assert len(layers) == plan.num_ranks and plan.local_ranks == 1
         self.plan, self.rank_tokens = plan, rank_tokens
-        num_tokens = plan.num_ranks * rank_tokens
+        num_tokens, nothing = plan.num_ranks * rank_tokens, [None] * len(layers)
         self.ranks = [
-            EmulatedLayer(plan, layer, num_tokens, num_blocks, checked, biases=own)
-            for layer, own in zip(layers, biases or [None] * len(layers), strict=True)
+            EmulatedLayer(plan, layer, num_tokens, num_blocks, checked, own, counts)
+            for layer, own, counts in zip(
+                layers, biases or nothing, expert_counts or nothing, strict=True
+            )
         ]
         self.map = plan.symmetric(rank_tokens)
         assert beside is None or beside.map == self.map
@@ -58,12 +63,18 @@ class EmulatedRanks:
 
     def __call__(self, calls: Sequence[Call | tuple], **options) -> list[np.ndarray]:
         """One launch on every rank: y of each, bf16 bits. Options as in `launch`; `rank_tokens` is
-        the bound that all ranks agree on, at most the room (default: the room).
+        the bound that all ranks agree on, at most the room (default: the room), `expert_map` as in
+        mega_moe (default: ids are those of experts).
         """
         return self.run([calls], **options)[0]
 
     def run(
-        self, rounds: Sequence[Sequence[Call | tuple]], *, rank_tokens: int | None = None, **options
+        self,
+        rounds: Sequence[Sequence[Call | tuple]],
+        *,
+        rank_tokens: int | None = None,
+        expert_map: np.ndarray | None = None,
+        **options,
     ) -> list[list[np.ndarray]]:
         """Launches one after the other on every rank, a call for each rank in a round: y by round
         and rank. Ranks drift apart as far as the kernel lets them.
@@ -71,6 +82,10 @@ class EmulatedRanks:
         rank_tokens = self.rank_tokens if rank_tokens is None else rank_tokens
         memories = [Array(memory, writable=True) for memory in self.symmetric]
         shared = [rank._shared_arrays() for rank in self.ranks]
+        if expert_map is not None:
+            assert expert_map.dtype == np.int32 and expert_map.ndim == 2
+            for arrays in shared:
+                arrays["expert_map"] = Array(np.ascontiguousarray(expert_map))
         launches, ys = [], []
         for calls in rounds:
             ys.append([])
@@ -81,6 +96,13 @@ class EmulatedRanks:
         executable = self.ranks[0].executable
         self.report = launch(executable, self.plan, launches, in_stream=True, **options)
         return ys
+
+    @staticmethod
+    def _map_scalars(expert_map: Array | None) -> dict[str, int]:
+        if expert_map is None:
+            return {}
+        num_logical, max_replicas = expert_map.data.shape
+        return {"num_logical_experts": num_logical, "max_replicas": max_replicas}
 
     def _launch(self, number: int, call: Call, shared: dict, memories: list, rank_tokens: int):
         plan = self.plan
@@ -100,5 +122,6 @@ class EmulatedRanks:
             "num_own_tokens": own_tokens,
             "rank_capacity": self.rank_tokens,
             "first_expert": number * plan.num_experts,
+            **self._map_scalars(shared.get("expert_map")),
         }
         return replace(one, arrays=arrays, scalars=scalars, stream=number), y

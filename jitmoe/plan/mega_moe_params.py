@@ -32,7 +32,10 @@ def params(
         Param("rank_tokens", "u32", "rows of every rank in the batch of all, num_tokens"),
         Param("num_own_tokens", "u32", "of them, that this rank has tokens for"),
         Param("rank_capacity", "u32", "rank_tokens that symmetric memory has room for"),
+        Param("num_logical_experts", "u32", "rows of expert_map"),
+        Param("max_replicas", "u32", "columns of expert_map"),
     )
+    expert_map = Param("expert_map", "const u32*", "[logical expert, replica] i32, or null")
     return (
         Param("w13_map", "TensorMap", "(hidden, 8 rows, gate|up, intermediate/8, expert) or as w2"),
         Param("w2_map", "TensorMap", "(intermediate, hidden, expert)"),
@@ -54,6 +57,7 @@ def params(
         ),
         Param("y", "u16*", "[num_tokens, hidden] bf16"),
         Param("expert_counts", "u32*", "[num_experts] i32, or null"),
+        *([expert_map] if many_ranks else []),
         Param("pool", "u8*", "scratch: decode, x if quantised here; prefill, its rows by expert"),
         Param("pool_scale", "float*", "scratch: [token][group]; prefill, [group][row]"),
         Param("row_pairs", "u32*", "scratch"),

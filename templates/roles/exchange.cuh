@@ -39,6 +39,19 @@ DEVICE void wait_for_ranks(const Params& p, Smem& smem, Wait what, i64 at) {
     leave_if_aborted(smem);
 }
 
+// The expert, among those of all ranks, for an id of this rank's `token`: the id, or a replica in Params::expert_map.
+// A rank's tokens take replicas by turns and each rank begins at another, so all get their share wherever tokens lie.
+// Slots of a token take the same turn: experts that are laid out alike stay on one rank, which fetches the token and
+// sums its rows once, and an id twice is one expert twice.
+DEVICE u32 physical_expert(const Params& p, u64 id, u32 token) {
+    if (p.expert_map == nullptr) return id < kNumAllExperts ? u32(id) : kUnused;
+    if (id >= p.num_logical_experts) return kUnused;
+    const u32* replicas = p.expert_map + id * p.max_replicas;
+    u32 num = 0;
+    while (num < p.max_replicas && replicas[num] < kNumAllExperts) ++num;
+    return num == 0 ? kUnused : replicas[(p.rank + token) % num];
+}
+
 // Experts and router weights of this rank's pairs into the tables of all ranks.
 DEVICE void publish_pairs(const Params& p, const Head& head) {
     const u32 num_pairs = p.rank_tokens * kTopK, num_own = p.num_own_tokens * kTopK;
@@ -47,8 +60,7 @@ DEVICE void publish_pairs(const Params& p, const Head& head) {
         u32 expert = kUnused;
         float weight = 0.0f;
         if (pair < num_own) {
-            const u64 id = own_id(p, pair);
-            if (id < kNumAllExperts) expert = u32(id);
+            expert = physical_expert(p, own_id(p, pair), pair / kTopK);
             weight = own_weight(p, pair);
         }
         for (u32 rank = 0; rank < kNumRanks; ++rank) {
@@ -97,29 +109,35 @@ DEVICE void stage_tokens(const Params& p, const Head& head) {
     tell_ranks_when_all(p, head, kBankStaged, p.tokens_ready_at);
 }
 
-// One warp fetches a token of the batch. `store(at, 16 bytes)` and `store_scale(group, scale)` put it where it belongs.
+// Of a token's row that a warp has in flight: 512 bytes each.
+constexpr u32 kFetchBatch = min_of(ceil_div(kRowBytes, 512), 14u);
+
+// One warp fetches a token of the batch. `store(at, pieces)` puts kFetchBatch pieces of 16 bytes, 512 bytes apart from
+// `at` on and as far as the row goes, where they belong, `store_scale(group, scale)` the scale of 128 channels.
 template <typename Store, typename StoreScale>
 DEVICE void fetch_token(const Params& p, u32 token, Store store, StoreScale store_scale) {
-    constexpr u32 kBatch = 8;  // loads of 512 bytes in flight
+    constexpr u32 kGroups = kQuantizes ? ceil_div(kHidden, 128) : 0, kLaneGroups = ceil_div(kGroups, kWarpThreads);
     const u32 rank = token / p.rank_tokens, of_rank = token % p.rank_tokens;
     const u8* row = staged_row(p, rank, of_rank);
-    const float* scales = staged_scales(p, rank, of_rank);
-    for (u32 first = lane_idx() * 16; first < kRowBytes; first += kBatch * 512) {
-        uint4 raw[kBatch] = {};
+    float scales[kLaneGroups + 1];
 #pragma unroll
-        for (u32 i = 0; i < kBatch; ++i) {
-            const u32 at = first + i * 512;
-            if (at < kRowBytes) raw[i] = *reinterpret_cast<const uint4*>(row + at);
-        }
-#pragma unroll
-        for (u32 i = 0; i < kBatch; ++i) {
-            const u32 at = first + i * 512;
-            if (at < kRowBytes) store(at, raw[i]);
-        }
+    for (u32 i = 0; i < kLaneGroups; ++i) {
+        const u32 group = i * kWarpThreads + lane_idx();
+        if (group < kGroups) scales[i] = staged_scales(p, rank, of_rank)[group];
     }
-    if constexpr (!kQuantizes) return;
-    for (u32 group = lane_idx(); group < ceil_div(kHidden, 128); group += kWarpThreads) {
-        store_scale(group, scales[group]);
+    for (u32 first = lane_idx() * 16; first < kRowBytes; first += kFetchBatch * 512) {
+        uint4 pieces[kFetchBatch] = {};
+#pragma unroll
+        for (u32 i = 0; i < kFetchBatch; ++i) {
+            const u32 at = first + i * 512;
+            if (at < kRowBytes) pieces[i] = *reinterpret_cast<const uint4*>(row + at);
+        }
+        store(first, pieces);
+    }
+#pragma unroll
+    for (u32 i = 0; i < kLaneGroups; ++i) {
+        const u32 group = i * kWarpThreads + lane_idx();
+        if (group < kGroups) store_scale(group, scales[i]);
     }
 }
 

@@ -217,23 +217,33 @@ DEVICE void sort_together(const Params& p, Smem& smem, const Head& head) {
     }
 }
 
+// 16 bytes of a row, from byte `at` on, in the order that math reads.
+DEVICE void store_piece(u8* row, u32 at, const uint4& piece) {
+    if constexpr (!kHasChunkScales) {
+        *reinterpret_cast<uint4*>(row + at) = piece;
+    } else if constexpr (kQuantizes) {
+        store_channels(row, at, make_uint2(piece.x, piece.y));
+        store_channels(row, at + 8, make_uint2(piece.z, piece.w));
+    } else {
+        store_channels(row, at / kElementBytes, piece);
+    }
+}
+
 // Many ranks: tokens of all that experts here want, one a warp.
 DEVICE void fetch_tokens(const Params& p) {
     constexpr u32 kWarps = kNumThreads / kWarpThreads;
     for (u32 token = warp_idx() * num_blocks() + block_idx(); token < p.num_tokens; token += kWarps * num_blocks()) {
         const u64 pair = u64(token) * kTopK + lane_idx();
         if (__ballot_sync(kFullMask, lane_idx() < kTopK && expert_of_pair(p, pair) < kNumExperts) == 0) continue;
-        u8* row = p.pool + u64(token) * (kHidden * kElementBytes);
+        constexpr u32 kRowBytes = kHidden * kElementBytes;
+        u8* row = p.pool + u64(token) * kRowBytes;
         fetch_token(
             p, token,
-            [&](u32 at, uint4 piece) {
-                if constexpr (!kHasChunkScales) {
-                    *reinterpret_cast<uint4*>(row + at) = piece;
-                } else if constexpr (kQuantizes) {
-                    store_channels(row, at, make_uint2(piece.x, piece.y));
-                    store_channels(row, at + 8, make_uint2(piece.z, piece.w));
-                } else {
-                    store_channels(row, at / kElementBytes, piece);
+            [&](u32 first, const uint4(&pieces)[kFetchBatch]) {
+#pragma unroll
+                for (u32 i = 0; i < kFetchBatch; ++i) {
+                    const u32 at = first + i * 512;
+                    if (at < kRowBytes) store_piece(row, at, pieces[i]);
                 }
             },
             [&](u32 group, float scale) { p.pool_scale[u64(token) * kXQuantScaleStride + group] = scale; });

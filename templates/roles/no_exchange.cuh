@@ -4,5 +4,6 @@ DEVICE void bring_pairs(const Params&, Smem&, const Head&) {}
 DEVICE void wait_for_tokens(const Params&, Smem&) {}
 
 // Many ranks: see exchange.cuh. Named where the head branches on kNumRanks.
+constexpr u32 kFetchBatch = 1;
 template <typename Store, typename StoreScale>
 DEVICE void fetch_token(const Params&, u32, Store, StoreScale) {}

@@ -16,7 +16,7 @@ import sys
 import cupy
 import numpy as np
 
-from jitmoe import ExpertWeights, Workspace, mega_moe, reference
+from jitmoe import ExpertWeights, GroupWorkspace, LocalGroup, Workspace, mega_moe, reference
 from jitmoe.fp8 import encode_bf16, quantize_tokens
 from jitmoe.plan import heuristics
 from jitmoe.plan.formats import format_of
@@ -84,8 +84,45 @@ def run(
     return reference.relative_error(out.get(), ref)
 
 
+# experts and tokens of each of 2 ranks, hidden, intermediate, top_k, presum
+RANK_CASES = [
+    (3, (5, 20), 256, 128, 2, True),
+    (3, (20, 0), 256, 128, 2, False),
+    (2, (90, 150), 384, 208, 3, True),
+    (2, (150, 90), 256, 128, 2, False),
+]
+
+
+def run_ranks(experts, counts, hidden, intermediate, top_k, presum) -> float:
+    """Largest relative error of the ranks in the second of two launches."""
+    layer = reference.random_layer(2 * experts, hidden, intermediate, seed=1)
+    shares = []
+    for rank in range(2):
+        own = [cupy.asarray(part[rank * experts :][:experts]) for part in layer]
+        shares.append(ExpertWeights(own[0], own[2], own[1], own[3]))
+    group = LocalGroup(2)
+    workspace = GroupWorkspace(group, timeout_s=600)
+    sizes = hidden, 2 * experts, top_k
+    tokens = [reference.random_tokens(n, *sizes, 2 + r) for r, n in enumerate(counts)]
+    x = [cupy.asarray(encode_bf16(each.x, np)) for each in tokens]
+    ids = [cupy.asarray(each.topk_ids) for each in tokens]
+    router = [cupy.asarray(each.topk_weights) for each in tokens]
+    options = {"group": group, "workspace": workspace, "presum": presum}
+    for _ in range(2):
+        ys = mega_moe(x, ids, router, shares, **options)
+        cupy.cuda.Device().synchronize()
+    workspace.check()
+    errors = [0.0]
+    for y, each in zip(ys, tokens, strict=True):
+        if len(each.x):
+            given = *quantize_tokens(each.x, np), each.topk_ids, each.topk_weights
+            ref = reference.mega_moe(*given, *layer, requantize=True)
+            errors.append(reference.relative_error(y.get().view(np.uint16), ref))
+    return max(errors)
+
+
 if __name__ == "__main__":
     more = [] if sys.argv[1:] == ["racecheck"] else [TURNS_THE_RING]
-    errors = [run(*case) for case in CASES + more]
+    errors = [run(*case) for case in CASES + more] + [run_ranks(*case) for case in RANK_CASES]
     print("relative errors", *(f"{error:.1e}" for error in errors))
     sys.exit(max(errors) > 1e-2)

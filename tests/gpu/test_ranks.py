@@ -9,6 +9,7 @@ import pytest
 from jitmoe import ExpertWeights, GroupWorkspace, LocalGroup, mega_moe, reference
 from jitmoe.fp8 import encode_bf16, quantize_tokens
 from jitmoe.plan.formats import format_of
+from jitmoe.reference_expert_map import replicas_of
 
 HIDDEN, INTERMEDIATE, TOP_K = 1024, 512, 4
 
@@ -204,3 +205,44 @@ def test_expert_counts_are_those_of_all_ranks_tokens():
     ids = cupy.concatenate([each.topk_ids.ravel() for each in tokens])
     wanted = cupy.bincount(ids[ids >= 0], minlength=16)[:16]
     assert bool((cupy.concatenate(counts) == wanted).all())
+
+
+@pytest.mark.parametrize("num_tokens", [1, 40, 400])
+def test_replicas_of_logical_experts(num_tokens):
+    """Bits are those of one rank with the logical experts, whichever replicas tokens go to."""
+    import cupy
+    import numpy as np
+
+    ranks = Ranks(4)
+    expert_map = np.full((8, 3), -1, np.int32)  # all 16 experts but one
+    expert_map[:6, 0], expert_map[:6, 1] = np.arange(6), np.arange(15, 9, -1)
+    expert_map[6:8, 0], expert_map[0, 2] = np.arange(6, 8), 8
+    logical = np.zeros(16, np.int32)
+    for number, row in enumerate(expert_map):
+        logical[row[row >= 0]] = number
+    parts = ranks.layer.w13, ranks.layer.w2, ranks.layer.w13_scale, ranks.layer.w2_scale
+    parts = [part[cupy.asarray(logical)] for part in parts]
+    expert_map = cupy.asarray(expert_map)
+    ranks.shares = [
+        ExpertWeights(*(part[first:][:4] for part in parts)) for first in range(0, 16, 4)
+    ]
+    ranks.num_experts = 8  # logical ones, for tokens and their oracle
+    tokens = ranks.tokens((num_tokens, 0, num_tokens, 3), "unused")
+    for each in tokens:
+        each.topk_ids[each.topk_ids >= 8] = -1  # experts of the whole layer, but of no row
+    counts = [cupy.zeros(4, cupy.int32) for _ in range(4)]
+    options = {"presum": False, "batch_invariant": True}
+    ys = ranks.run(tokens, expert_map=expert_map, expert_counts=counts, **options)
+    ranks.check(ys, tokens)
+    used = [
+        experts[experts >= 0]
+        for rank, each in enumerate(tokens)
+        for experts in [replicas_of(each.topk_ids, expert_map, rank, 16, cupy)]
+    ]
+    wanted = cupy.bincount(cupy.concatenate(used), minlength=16)
+    assert bool((cupy.concatenate(counts) == wanted).all())
+    x = encode_bf16(cupy.concatenate([each.x for each in tokens]), cupy)
+    ids = cupy.concatenate([each.topk_ids for each in tokens])
+    router = cupy.concatenate([each.topk_weights for each in tokens])
+    whole = mega_moe(x, ids, router, ranks.whole, batch_invariant=True)
+    assert bool((cupy.concatenate(ys) == whole).all())
