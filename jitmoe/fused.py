@@ -139,6 +139,7 @@ def mega_moe(
             "out": out,
             "expert_counts": expert_counts,
         }
+        fused_ranks.check_free(plan=plan, backend=backend, first_expert=first_expert)
         return fused_ranks.run(
             group, workspace, max_num_tokens, presum, expert_map, given, wants, stream
         )
