@@ -132,7 +132,6 @@ def mega_moe(
         *(first_expert, batch_invariant),
     )
     if group is not None and group.num_ranks > 1:
-        fused_ranks.check_options(plan, backend, first_expert)
         given = {
             "x": x,
             "topk_ids": topk_ids,
@@ -141,6 +140,7 @@ def mega_moe(
             "out": out,
             "expert_counts": expert_counts,
         }
+        fused_ranks.check_free(plan=plan, backend=backend, first_expert=first_expert)
         return fused_ranks.run(
             group, workspace, max_num_tokens, presum, expert_map, given, wants, stream
         )

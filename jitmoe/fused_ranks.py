@@ -19,6 +19,7 @@ from jitmoe.run.arrays import view
 from jitmoe.run.driver import device_spec
 from jitmoe.run.group_workspace import GroupWorkspace
 from jitmoe.run.launch import JoinedParams, Kernel
+from jitmoe.run.ranks import differences
 from jitmoe.run.streams import current_stream, stream_address
 from jitmoe.run.symmetric import Group, LocalGroup
 from jitmoe.weights import ExpertWeights
@@ -65,6 +66,7 @@ def run(
     memory.check()
     is_local = isinstance(group, LocalGroup)
     ranks = [_read(*one) for one in (_by_rank(group, given) if is_local else [given.values()])]
+    _check_alike(group, ranks)
     bound = _bound(group, ranks, max_num_tokens)
     map_address, map_shape = read_expert_map(expert_map, ranks[0].weights.device)
     if stream is None:
@@ -85,15 +87,47 @@ def run(
     return [rank.out for rank in ranks] if is_local else ranks[0].out
 
 
-def check_options(plan, backend: str, first_expert: int) -> None:
-    """Raise ValueError for what a group's calls do not take."""
-    refused = {"plan": plan, "backend": backend, "first_expert": first_expert}
-    usual = {"plan": None, "backend": "cuda", "first_expert": 0}
-    for name, value in refused.items():
-        if value != usual[name]:
+_DEFAULTS = {"plan": None, "backend": "cuda", "first_expert": 0}
+
+
+def check_free(**values) -> None:
+    """Refuse what a group has an answer of its own for."""
+    for name, value in values.items():
+        if value != _DEFAULTS[name]:
             raise ValueError(
-                f"{name} must be {usual[name]!r} in a call with a group, which plans for all "
-                f"ranks alike and numbers all their experts, got {value!r}; leave it out"
+                f"{name} must be {_DEFAULTS[name]!r} for a group, whose ranks plan alike on GPUs "
+                f"and count their experts one after the other, got {value!r}; leave it out"
+            )
+
+
+def _check_alike(group: Group, ranks: Sequence[_Rank]) -> None:
+    """Refuse ranks of one process that no one kernel serves, and weights elsewhere. Those of other
+    processes are compared by their plans (GroupWorkspace.enter).
+    """
+    kinds = [
+        {
+            "num_experts": rank.weights.num_experts,
+            "hidden": rank.weights.hidden,
+            "intermediate": rank.weights.intermediate,
+            "format": rank.weights.format,
+            "gate_up": rank.weights.gate_up,
+            "gated": rank.weights.gated,
+            "has_bias": rank.weights.has_bias,
+            "top_k": rank.fit.top_k,
+        }
+        for rank in ranks
+    ]
+    found = differences(kinds)
+    if found:
+        raise ValueError(
+            f"ranks must have weights and slots of the same kind: {', '.join(found)}; pass the "
+            "same on all"
+        )
+    for rank in ranks:
+        if rank.weights.device != group.device:
+            raise ValueError(
+                f"the weights are on GPU {rank.weights.device}, the group is on GPU "
+                f"{group.device}; make a group on the device of the weights"
             )
 
 

@@ -24,6 +24,8 @@ class EmulatedRanks:
     num_blocks   blocks of each rank's grid
     checked      whether data races and undefined behaviour are looked for
     biases       of each rank's experts, of a plan that has them
+    beside       ranks of another plan, of the other bucket say, that take turns with these: both
+                 use one symmetric memory
     expert_counts
                  of each rank, what launches add the routed pairs of its experts to, or None
     """
@@ -36,22 +38,21 @@ class EmulatedRanks:
         num_blocks: int = 4,
         checked: bool = False,
         biases: Sequence[Biases] | None = None,
+        beside: EmulatedRanks | None = None,
         expert_counts: Sequence[np.ndarray] | None = None,
     ):
         assert len(layers) == plan.num_ranks and plan.local_ranks == 1
         self.plan, self.rank_tokens = plan, rank_tokens
-        num_tokens = plan.num_ranks * rank_tokens
+        num_tokens, nothing = plan.num_ranks * rank_tokens, [None] * len(layers)
         self.ranks = [
             EmulatedLayer(plan, layer, num_tokens, num_blocks, checked, own, counts)
             for layer, own, counts in zip(
-                layers,
-                biases or [None] * len(layers),
-                expert_counts or [None] * len(layers),
-                strict=True,
+                layers, biases or nothing, expert_counts or nothing, strict=True
             )
         ]
         self.map = plan.symmetric(rank_tokens)
-        self.symmetric = [self._poisoned() for _ in layers]
+        assert beside is None or beside.map == self.map
+        self.symmetric = beside.symmetric if beside else [self._poisoned() for _ in layers]
         self.report = ""
 
     def _poisoned(self) -> np.ndarray:

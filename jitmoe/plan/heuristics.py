@@ -92,7 +92,7 @@ def choose(problem: MoeProblem, gpu: GpuSpec, **variant) -> MegaMoePlan:
     if has_one_bucket(problem.format, variant.get("batch_invariant", False)):
         name = "decode"
     sizes = {"decode": MX_SIZES, "prefill": EXPAND_SIZES} if is_mx else SIZES
-    producer_regs, math_regs = _registers(name, problem)
+    producer_regs, math_regs = _registers(name, problem, variant.get("num_ranks", 1) > 1)
     for num_stages, num_task_slots, num_local_pairs, *packed in sizes[name]:
         plan = MegaMoePlan(
             arch=gpu.arch,
@@ -118,15 +118,19 @@ def choose(problem: MoeProblem, gpu: GpuSpec, **variant) -> MegaMoePlan:
     raise PlanError(f"no ring of 3 stages fits {gpu.smem_bytes:,} B of shared memory for {problem}")
 
 
-def _registers(name: str, problem: MoeProblem) -> tuple[int, int]:
+def _registers(name: str, problem: MoeProblem, many_ranks: bool) -> tuple[int, int]:
     """Of the warps beside math, and of math: those that kernels of the bucket do not spill with.
     One does: W4A8 in prefill, traced, with biases and 17 slots (8 bytes; the build refuses it).
     """
     form = format_of(problem.format)
     if name == "prefill" and form.is_mx:
-        return (48, 208) if form.quantizes else (64, 192)
+        if not form.quantizes:
+            return 64, 192
+        return (40, 216) if many_ranks else (48, 208)
     if name == "prefill":
         return 56, 224
+    if many_ranks:
+        return 88, 168
     return (96, 160) if problem.gated or not form.is_mx else (88, 168)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from jitmoe.plan import variant
 from jitmoe.plan.gpu import KERNEL_ARCHS
 from jitmoe.plan.plan import PlanError
-from jitmoe.plan.problem import MoeProblem
+from jitmoe.plan.problem import MAX_RANKS, MoeProblem
 
 
 def check(plan) -> None:
@@ -41,3 +41,19 @@ def check(plan) -> None:
         raise PlanError(f"extra_tokens must be {allowed}, got {plan.extra_tokens}")
     if not 1 <= plan.unroll_k <= 8:
         raise PlanError(f"unroll_k must be from 1 to 8, got {plan.unroll_k}")
+    _check_ranks(plan)
+
+
+def _check_ranks(plan) -> None:
+    if not 1 <= plan.num_ranks <= MAX_RANKS:
+        raise PlanError(f"num_ranks must be from 1 to {MAX_RANKS}, got {plan.num_ranks}")
+    if plan.local_ranks not in (1, plan.num_ranks):
+        raise PlanError(
+            "a launch serves one rank or all of them: local_ranks must be 1 or num_ranks, "
+            f"{plan.num_ranks}, got {plan.local_ranks}"
+        )
+    if plan.num_ranks > 1 and plan.trace and plan.split_tokens:
+        raise PlanError(
+            "no kernel of the prefill bucket is traced with many ranks, for want of registers; "
+            "trace fewer tokens a rank, in the decode bucket, or one rank"
+        )

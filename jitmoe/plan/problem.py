@@ -10,6 +10,7 @@ from jitmoe.plan.formats import format_of
 MAX_TOKENS = 262_144
 MAX_EXPERTS = 1_024
 MAX_TOP_K = 32
+MAX_RANKS = 64  # of a group
 MAX_HIDDEN = 16_384
 MAX_INTERMEDIATE = 32_768
 MX_GROUP = 32  # weights of a row that share a scale in MXFP4

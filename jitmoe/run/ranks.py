@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-MAX_RANKS = 64
+from jitmoe.plan.problem import MAX_RANKS
+
 _MAX_SHOWN = 80  # characters of a value
 
 

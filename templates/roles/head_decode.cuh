@@ -59,11 +59,13 @@ DEVICE u32 sort_thread() { return thread_idx() - kFirstMathThread; }
 template <u32 kThreads>
 struct Experts {
     static constexpr u32 kNum = ceil_div(kNumLocalPairs, kThreads);
+    // All loads, but of a rank of one expert and one slot, where that spills.
+    static constexpr u32 kAtOnce = kNumRanks > 1 && kNumExperts == 1 && kTopK == 1 ? 4 : kNum;
     u16 of[kNum];
 
     DEVICE void load(const Params& p, u32 i) {
         const u32 num_pairs = p.num_tokens * kTopK;
-#pragma unroll
+#pragma unroll kAtOnce
         for (u32 n = 0; n < kNum; ++n, i += kThreads) {
             if (n * kThreads >= num_pairs) break;
             of[n] = i < num_pairs ? load_expert(p, i) : 0;
