@@ -88,7 +88,7 @@ def table(rows: list[dict], peers: dict[str, list[dict]] | None = None) -> str:
     columns = [name for name in texts[0] if any(text[name] for text in texts)]
     is_many = first["num_ranks"] != 1
     ranks = f", {first['num_ranks']} ranks" if is_many else ""
-    ranks += ", no presum" if not first["presum"] else ""
+    ranks += ", presum" if first["presum"] else ""
     ways = [first[name] for name in ("routing", "heat") if first[name] not in ("uniform", "cool")]
     name = first["bench"] if first["method"] == "jitmoe" else first["method"]
     return "\n".join(

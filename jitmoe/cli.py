@@ -150,7 +150,7 @@ def plan(
     bias: Bias = False,
     tokens: TokenCount = 32,
     ranks: Ranks = 1,
-    presum: Presum = True,
+    presum: Presum = False,
     gpu: Gpu = None,
     as_json: Json = False,
 ) -> None:

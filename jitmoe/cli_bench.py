@@ -55,7 +55,7 @@ def bench(
         ),
     ] = "uniform",
     ranks: Ranks = 1,
-    presum: Presum = True,
+    presum: Presum = False,
     cool: Annotated[bool, typer.Option("--cool/--no-cool", help="Bursts on a cool card.")] = True,
     hot: Annotated[
         bool, typer.Option("--hot/--no-hot", help="After a second of work, in rows of their own.")

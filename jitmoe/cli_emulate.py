@@ -57,7 +57,7 @@ def emulate(
         typer.Option(help="uniform, zipf, hot_expert, one_expert, unused or duplicates."),
     ] = "uniform",
     ranks: Ranks = 1,
-    presum: Presum = True,
+    presum: Presum = False,
     blocks: Annotated[int, typer.Option(min=1, help="Blocks of the grid, of each rank.")] = 4,
     seed: Annotated[
         int, typer.Option(min=0, max=2**63 - 1, help="The schedule; the same again replays it.")
@@ -111,7 +111,7 @@ def emulate(
             f"{each}, top_k {shape.top_k}; {problem.format}, {kind}"
             f"{', up first' * plan.up_first}{', interleaved' * plan.interleaved}"
             f"{', biases' * plan.has_bias}{', router weights on tokens' * weight_on_input}"
-            f"{', rows sent one by one' * (not presum)}, "
+            f"{', rows summed before they travel' * presum}, "
             f"{plan.bucket} kernel, {blocks} block{'s' * (blocks > 1)}, "
             f"{routing} routing{', checked' * checked}"
         )
@@ -129,7 +129,7 @@ def emulate(
     call |= {"activation": activation, "format": format, "gate_up": gate_up}
     call |= {"ranks": ranks} if is_many else {}
     flags = ["--checked"] * checked + ["--weight-on-input"] * weight_on_input + ["--bias"] * bias
-    flags += ["--no-presum"] * (not presum)
+    flags += ["--presum"] * presum
     replay = None if last.is_right else _command(layer | call, flags)
     if as_json:
         report = {

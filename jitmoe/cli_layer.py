@@ -110,8 +110,8 @@ def shares(ep: int, ranks: int) -> int:
 
 def rank_fields(ranks: int, presum: bool) -> dict:
     """Fields of a plan."""
-    if ranks == 1 and not presum:
-        raise ValueError("--no-presum is of many ranks, got one; take --ranks too")
+    if ranks == 1 and presum:
+        raise ValueError("--presum is of many ranks, got one; take --ranks too")
     return {"num_ranks": ranks, "presum": presum}
 
 

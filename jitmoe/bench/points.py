@@ -37,7 +37,7 @@ class Points:
     routing: str = "uniform"
     variant: Variant = DEFAULT
     num_ranks: int = 1
-    presum: bool = True
+    presum: bool = False
 
     def __post_init__(self):
         if self.routing not in ROUTINGS:

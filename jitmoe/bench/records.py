@@ -34,7 +34,7 @@ DEFAULTS = {
     "routing": "uniform",
     "heat": "cool",
     "method": "jitmoe",
-    "presum": True,
+    "presum": False,
     "status": "ok",
 }
 REQUIRED = (*TABLE, "num_tokens", "us_median", "date", "command")

@@ -155,7 +155,7 @@ def _ranks(row: dict) -> str:
     ratio = row["of_one_rank"]
     beside = f"{ratio:.3f} of one rank's time; " if ratio else ""
     return (
-        f"\n{'':>6} {row['num_ranks']} ranks{', no presum' * (not row['presum'])}: {beside}MB that "
+        f"\n{'':>6} {row['num_ranks']} ranks{', presum' * row['presum']}: {beside}MB that "
         f"each sends: {mb['moved']} (pairs {mb['pairs']}, tokens once {mb['once']}, presummed "
         f"{mb['presum']}, tables {mb['tables']})"
     )

@@ -187,7 +187,7 @@ def test_without_a_gpu(no_gpu):
         (["--routing", "even"], "routing must be one of"),
         (["--no-cool"], "nothing is left to time"),
         (["--ranks", 2, "--peers"], "--peers are timed on one rank"),
-        (["--no-presum"], "--no-presum is of many ranks, got one"),
+        (["--presum"], "--presum is of many ranks, got one"),
         (["--model", "deepseek-v3", "--ep", 2, "--ranks", 8], "--ranks must be up to the 2 ranks"),
     ],
 )
@@ -585,7 +585,7 @@ def bench_ranks(bench, cupy, monkeypatch):
 @pytest.mark.parametrize("most", [ranks.ORACLE_TOKENS, 1], ids=["at once", "rank by rank"])
 def test_session_of_ranks(bench_ranks, monkeypatch, most):
     monkeypatch.setattr(ranks, "ORACLE_TOKENS", most)
-    points = Points({"small": SMALL}, (1, 3), num_ranks=2, presum=False)
+    points = Points({"small": SMALL}, (1, 3), num_ranks=2, presum=True)
     rows = list(session.run(points, Protocol(), H200, say=lambda text: None))
     found = [(r["shape"], r["num_ranks"], r["num_experts"], r["num_tokens"]) for r in rows]
     assert found == [
@@ -595,7 +595,7 @@ def test_session_of_ranks(bench_ranks, monkeypatch, most):
     for one, many in zip(rows[::2], rows[1::2], strict=True):
         assert (one["flop"], one["num_bytes"]) == (many["flop"], many["num_bytes"])
         assert many["one_rank_us"] == one["us_median"] and many["of_one_rank"] == 1.0
-        assert many["group"] == "LocalGroup" and many["presum"] is False
+        assert many["group"] == "LocalGroup" and many["presum"] is True
         assert "link_bytes" not in one and "\n" not in line(one)
     calls = [measure.random_call(replace(SMALL, num_experts=8, num_tokens=6), s) for s in (0, 1)]
     layer = replace(SMALL, num_tokens=3)
@@ -606,12 +606,12 @@ def test_session_of_ranks(bench_ranks, monkeypatch, most):
         "once": round(mean.once),
         "presum": round(mean.presum),
         "tables": round(mean.tables),
-        "moved": round(mean.once + mean.tables),
+        "moved": round(mean.presum + mean.tables),
     }
     json.dumps(rows, allow_nan=False)
     start, second = line(rows[-1]).splitlines()
     assert start.endswith("  small: jitmoe  weights in L2")
-    assert second.lstrip().startswith("2 ranks, no presum: 1.000 of one rank's time; MB that each")
+    assert second.lstrip().startswith("2 ranks, presum: 1.000 of one rank's time; MB that each")
 
 
 def test_ranks_that_do_not_fit(bench_ranks, monkeypatch):
@@ -629,7 +629,7 @@ def test_plans_of_ranks_are_those_of_the_calls():
     points = Points(SHAPES, num_ranks=8)
     one, many = ranks.plans(points, H200, SHAPES["S1"], 512)
     assert (one.num_experts, one.num_ranks) == (256, 1)
-    assert (many.num_experts, many.num_ranks, many.local_ranks, many.presum) == (32, 8, 8, True)
+    assert (many.num_experts, many.num_ranks, many.local_ranks, many.presum) == (32, 8, 8, False)
 
 
 def test_weights_leave_room_for_workspaces(bench_ranks, cupy, monkeypatch):
@@ -664,7 +664,7 @@ def test_command_of_ranks(args, names, experts, monkeypatch):
     monkeypatch.setattr(
         session, "run", lambda points, *_, **__: measured.append(points) or iter([])
     )
-    assert invoke(*args, "--ranks", 4, "--no-presum").exit_code == 0
+    assert invoke(*args, "--ranks", 4, "--presum").exit_code == 0
     (points,) = measured
-    assert (points.num_ranks, points.presum) == (4, False) and list(points.layers) == names
+    assert (points.num_ranks, points.presum) == (4, True) and list(points.layers) == names
     assert [layer.num_experts for layer in points.layers.values()] == [experts]

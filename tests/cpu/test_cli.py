@@ -111,17 +111,17 @@ def test_plan_of_every_preset(name, gpu):
 def test_plan_of_ranks():
     """Of one of them: its experts, room for the tokens of all, and what it sends."""
     command = ("plan", "--model", "deepseek-v3", "--tokens", "64")
-    text = invoke(*command, "--ranks", "8").stdout
+    text = invoke(*command, "--ranks", "8", "--presum").stdout
     assert "deepseek-v3, 8 ranks: 64 tokens" in text and "32 experts" in text
     assert "ranks          8, each with" in text and "rows summed before" in text
-    report = json.loads(invoke(*command, "--ranks", "8", "--json").stdout)
+    report = json.loads(invoke(*command, "--ranks", "8", "--presum", "--json").stdout)
     plan = MegaMoePlan(**report["plan"])
     assert (plan.num_ranks, plan.presum, plan.num_experts) == (8, True, 32)
     assert report["workspace_bytes"] == plan.workspace_bytes(8 * 64)
     assert report["symmetric_bytes"] == plan.symmetric(64).num_bytes
     sent = report["link_bytes"]
     assert sent["moved"] == sent["presum"] + sent["tables"] < 0.7 * sent["pairs"]
-    apart = invoke(*command, "--ranks", "4", "--ep", "8", "--no-presum", "--json").stdout
+    apart = invoke(*command, "--ranks", "4", "--ep", "8", "--json").stdout
     apart = json.loads(apart)
     assert apart["layer"] == "deepseek-v3, 4 ranks of 8" and not apart["plan"]["presum"]
     assert apart["problem"]["num_experts"] == 32 and apart["plan"]["num_ranks"] == 4
@@ -129,7 +129,7 @@ def test_plan_of_ranks():
     assert abs(sent["moved"] - sent["once"] - sent["tables"]) <= 1
     alone = json.loads(invoke(*command, "--ep", "8", "--json").stdout)
     assert alone["floor_us"] == report["floor_us"] and "link_bytes" not in alone
-    assert "--no-presum is of many ranks" in refusal(*command, "--no-presum")
+    assert "--presum is of many ranks" in refusal(*command, "--presum")
     assert "--ranks must be up to the 2 ranks" in refusal(*command, "--ep", "2", "--ranks", "4")
     assert "num_tokens must be" in refusal(*command[:-1], "100000", "--ranks", "8")
 

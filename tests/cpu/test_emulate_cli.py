@@ -100,7 +100,7 @@ def test_ranks():
 @pytest.mark.parametrize(
     "options",
     [
-        ["--ranks", 2, "--no-presum", "--tokens", 5, "--checked"],
+        ["--ranks", 2, "--presum", "--tokens", 5, "--checked"],
         ["--ranks", 2, "--tokens", 150, "--routing", "unused", "--format", "bf16", "--bias"],
         ["--ranks", 8, "--experts", 8, "--routing", "one_expert", "--gate-up", "interleaved"],
         ["--ranks", 2, "--ep", 4, "--tokens", 3, "--weight-on-input"],
@@ -111,7 +111,7 @@ def test_variants_of_ranks(options):
     report = json.loads(invoke(*SMALL, *options, "--json").stdout)
     (row,) = report["seeds"]
     assert report["is_right"] and report["num_ranks"] == len(row["ranks"]) == options[1]
-    assert report["presum"] == ("--no-presum" not in options)
+    assert report["presum"] == ("--presum" in options)
     for name in ("relative_error", "worst_element"):
         assert row[name] == max(rank[name] for rank in row["ranks"]) > 0
 
@@ -179,7 +179,7 @@ def test_layers_as_gpt_oss_checkpoints_are(tmp_path):
         ([*SMALL, "--gate-up", "up"], ["gate_up must be one of", "got 'up'; say"]),
         ([*SMALL, "--ranks", "3"], ["ep must divide the 4 experts", "got 3"]),
         ([*SMALL, "--ranks", "4", "--ep", "2"], ["--ranks must be up to the 2", "got 4"]),
-        ([*SMALL, "--no-presum"], ["--no-presum is of many ranks, got one"]),
+        ([*SMALL, "--presum"], ["--presum is of many ranks, got one"]),
         ([*SMALL, "--tokens", "262145"], ["num_tokens", "got 262,145; split"]),
     ],
 )
@@ -268,21 +268,21 @@ def test_ranks_whose_kernel_is_wrong(damage):
     """The sum of a rank's rows goes to the second slot of them instead of the first."""
     damage("roles/many_ranks.cuh", "__ffs(used) - 1); }", "__ffs(used & (used - 1)) - 1); }")
     options = ["--ranks", "2", "--tokens", "5", "--seed", "4"]
-    text = invoke(*SMALL, *options, "--seeds", 2, code=1).stdout
+    text = invoke(*SMALL, *options, "--presum", "--seeds", 2, code=1).stdout
     assert "seed 4: FAIL, relative error" in text and "seed 5" not in text
     replayed = replay_of(text)
-    assert "--ranks" in replayed and "--no-presum" not in replayed
+    assert {"--ranks", "--presum"} <= set(replayed)
     assert "seed 4: FAIL" in invoke(*replayed, code=1).stdout
-    assert invoke(*SMALL, *options, "--no-presum").stdout.count("rank 1") == 1
+    assert invoke(*SMALL, *options).stdout.count("rank 1") == 1
 
 
 def test_ranks_that_wait_for_ever(damage):
     damage(
         "roles/exchange.cuh", "rank < kNumRanks; rank += kWarpThreads) {", "rank < 1; rank += 99) {"
     )
-    text = invoke(*SMALL, "--ranks", "2", "--tokens", "5", "--no-presum", code=1).stdout
+    text = invoke(*SMALL, "--ranks", "2", "--tokens", "5", "--presum", code=1).stdout
     assert "seed 0: FAIL, stopped after" in text and "waits for" in text
-    assert {"--ranks", "--no-presum"} <= set(replay_of(text))
+    assert {"--ranks", "--presum"} <= set(replay_of(text))
 
 
 def test_a_kernel_that_does_not_compile(damage):

@@ -287,15 +287,15 @@ def test_tables_of_ranks():
     ranks = {"num_ranks": 8, "one_rank_us": 290.0, "of_one_rank": 1.0345, "group": "LocalGroup"}
     rows = [
         record(8, 305.0),
-        record(8, 300.0, **ranks, link_bytes=sent | {"moved": 1.4e7}),
-        record(8, 310.0, **ranks, presum=False, link_bytes=sent | {"moved": 1.7e7}),
+        record(8, 300.0, **ranks, presum=True, link_bytes=sent | {"moved": 1.4e7}),
+        record(8, 310.0, **ranks, link_bytes=sent | {"moved": 1.7e7}),
     ]
     text = module.figures(rows, [], False)
     assert text.count("####") == 3 and "32 experts and tokens of each rank, hidden 7168" in text
-    one, many, none = sorted(text.split("\n#### "), key=len)
+    one, many, summed = sorted(text.split("\n#### "), key=len)
     assert "one rank us" not in one and "MB sent" not in one
-    assert "S1, 8 ranks, graph" in many and "S1, 8 ranks, no presum, graph" in none
-    assert "| 290 | 1.034 | 14 | 0.70 |" in many and "| 290 | 1.034 | 17 | 0.85 |" in none
+    assert "S1, 8 ranks, graph" in many and "S1, 8 ranks, presum, graph" in summed
+    assert "| 290 | 1.034 | 14 | 0.70 |" in summed and "| 290 | 1.034 | 17 | 0.85 |" in many
     (point,) = records.compare(rows, PUBLISHED)["S1"]
     assert point.us == 305.0
 
