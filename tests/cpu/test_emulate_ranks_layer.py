@@ -216,3 +216,13 @@ def test_no_races(bucket, presum):
     ranks = Ranks(plan_of(bucket, 3, presum=presum, top_k=3), room=40, checked=True)
     for seed, counts in enumerate([(3, 0, 40), (7, 2, 1), (0, 12, 5)]):
         ranks.run(counts, seed)
+
+
+@pytest.mark.parametrize("bucket", BUCKETS)
+def test_bounds_that_differ_are_noticed_by_the_kernel(bucket):
+    ranks = Ranks(plan_of(bucket, 3), room=16)  # tables overlap then, a race before it is noticed
+    tokens = ranks.draw((5, 8, 3))
+    ranks.emulated(ranks.calls(tokens), rank_tokens=[8, 16, 8], expire=True)
+    said = [tuple(map(int, each.status[[0, 1, 4, 5]])) for each in ranks.emulated.ranks]
+    assert (1, 18, 1, 16) in said, "kWaitBound, of rank 1, which has 16"
+    assert all(status[0] == 1 for status in said), "no rank takes tables that mean something else"

@@ -80,6 +80,7 @@ def test_symmetric_memory_by_hand(bucket):
         "pairs_ready": 4 * 4,
         "tokens_ready": 4 * 4,
         "expert_done": 4 * 8,
+        "bounds": 2 * 4 * 4,
         "pair_experts": 2 * 4 * pairs,
         "pair_weights": 2 * 4 * pairs,
         "staged_x": 2 * 10 * 256,
