@@ -129,7 +129,7 @@ def _registers(name: str, problem: MoeProblem, many_ranks: bool) -> tuple[int, i
         return (40, 216) if many_ranks else (48, 208)
     if name == "prefill":
         return 56, 224
-    if many_ranks:
+    if many_ranks and form.quantizes:
         return 88, 168
     return (96, 160) if problem.gated or not form.is_mx else (88, 168)
 
