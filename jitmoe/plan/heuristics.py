@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from jitmoe.plan.formats import format_of
 from jitmoe.plan.gpu import GpuSpec
 from jitmoe.plan.mega_moe import MegaMoePlan
+from jitmoe.plan.mega_moe_check import NO_PREFILL_OF_RANKS
 from jitmoe.plan.plan import PlanError
 from jitmoe.plan.problem import MAX_TOKENS, QUANT_GROUP, MoeProblem
 from jitmoe.plan.variant import is_gated
@@ -89,10 +90,12 @@ def choose(problem: MoeProblem, gpu: GpuSpec, **variant) -> MegaMoePlan:
         )
     name, has_bias = bucket(problem), variant.get("has_bias", False)
     is_mx = format_of(problem.format).is_mx
-    if has_one_bucket(problem.format, variant.get("batch_invariant", False)):
+    many_ranks = variant.get("num_ranks", 1) > 1
+    one_for_ranks = many_ranks and problem.format in NO_PREFILL_OF_RANKS
+    if one_for_ranks or has_one_bucket(problem.format, variant.get("batch_invariant", False)):
         name = "decode"
     sizes = {"decode": MX_SIZES, "prefill": EXPAND_SIZES} if is_mx else SIZES
-    producer_regs, math_regs = _registers(name, problem, variant.get("num_ranks", 1) > 1)
+    producer_regs, math_regs = _registers(name, problem, many_ranks)
     for num_stages, num_task_slots, num_local_pairs, *packed in sizes[name]:
         plan = MegaMoePlan(
             arch=gpu.arch,
@@ -124,12 +127,10 @@ def _registers(name: str, problem: MoeProblem, many_ranks: bool) -> tuple[int, i
     """
     form = format_of(problem.format)
     if name == "prefill" and form.is_mx:
-        if not form.quantizes:
-            return 64, 192
-        return (40, 216) if many_ranks else (48, 208)
+        return (48, 208) if form.quantizes else (64, 192)
     if name == "prefill":
         return 56, 224
-    if many_ranks:
+    if many_ranks and form.quantizes:
         return 88, 168
     return (96, 160) if problem.gated or not form.is_mx else (88, 168)
 
