@@ -61,8 +61,20 @@ def cells(row: dict) -> dict[str, str]:
         "relative error": number(row.get("rel_error"), ".2e"),
         "re-quantised": number(row.get("rel_error_requantized"), ".2e"),
         "host us": number(row.get("host_us")),
+        "one rank us": number(row.get("one_rank_us")),
+        "us / one rank": number(row.get("of_one_rank"), ".3f"),
+        **links(row),
     }
     return out
+
+
+def links(row: dict) -> dict[str, str]:
+    """Megabytes that a rank sends, and the bytes in those of a token out and a row back a pair."""
+    sent = row.get("link_bytes")
+    if not sent:
+        return {"MB sent": "", "of pairs": ""}
+    share = sent["moved"] / sent["pairs"] if sent["pairs"] else None
+    return {"MB sent": number(sent["moved"] * 1e-6), "of pairs": number(share, ".2f")}
 
 
 def table(rows: list[dict], peers: dict[str, list[dict]] | None = None) -> str:
@@ -74,7 +86,9 @@ def table(rows: list[dict], peers: dict[str, list[dict]] | None = None) -> str:
         for row, text in zip(rows, texts, strict=True):
             text[f"{name} us"] = number(us.get(row["num_tokens"]))
     columns = [name for name in texts[0] if any(text[name] for text in texts)]
-    ranks = f", {first['num_ranks']} ranks" if first["num_ranks"] != 1 else ""
+    is_many = first["num_ranks"] != 1
+    ranks = f", {first['num_ranks']} ranks" if is_many else ""
+    ranks += ", presum" if first["presum"] else ""
     ways = [first[name] for name in ("routing", "heat") if first[name] not in ("uniform", "cool")]
     name = first["bench"] if first["method"] == "jitmoe" else first["method"]
     return "\n".join(
@@ -82,8 +96,9 @@ def table(rows: list[dict], peers: dict[str, list[dict]] | None = None) -> str:
             f"#### {name} {first['format']}, {first['shape']}{ranks}, "
             f"{', '.join([first['mode'], *ways])}",
             "",
-            f"{first['num_experts']} experts, hidden {first['hidden']}, intermediate "
-            f"{first['intermediate']}, top_k {first['top_k']}; {conditions(rows)}",
+            f"{first['num_experts']} experts{' and tokens of each rank' * is_many}, hidden "
+            f"{first['hidden']}, intermediate {first['intermediate']}, top_k {first['top_k']}; "
+            f"{conditions(rows)}",
             "",
             *markdown(columns, texts),
         ]

@@ -31,10 +31,14 @@ from jitmoe.cli_layer import (
     Intermediate,
     Json,
     Model,
+    Presum,
+    Ranks,
     TopK,
     WeightOnInput,
     layer_shape,
     layer_variant,
+    rank_fields,
+    shares,
     title,
 )
 from jitmoe.cli_trace import trace
@@ -145,20 +149,26 @@ def plan(
     weight_on_input: WeightOnInput = False,
     bias: Bias = False,
     tokens: TokenCount = 32,
+    ranks: Ranks = 1,
+    presum: Presum = False,
     gpu: Gpu = None,
     as_json: Json = False,
 ) -> None:
-    """Print the plan of a layer: bucket, roles, shared memory, grid, floor. Needs no GPU."""
+    """Print the plan of a layer: bucket, roles, shared memory, grid, floor. Needs no GPU.
+
+    With --ranks, that of one of them, its symmetric memory and the bytes that leave it.
+    """
     from jitmoe.report import plan_report, print_plan
 
     shape = layer_shape(model, config, hidden, intermediate, experts, top_k, activation)
     fields = layer_variant(shape, gate_up, weight_on_input, bias).plan_fields
-    report = plan_report(shape.problem(tokens, ep, format), _spec(gpu), **fields)
+    fields |= rank_fields(ranks, presum)
+    report = plan_report(shape.problem(tokens, shares(ep, ranks), format), _spec(gpu), **fields)
     note = shape.note if report["problem"]["format"] == shape.format else ""
     if as_json:
-        typer.echo(json.dumps({"layer": title(shape, ep), "note": note, **report}, indent=2))
+        typer.echo(json.dumps({"layer": title(shape, ep, ranks), "note": note, **report}, indent=2))
     else:
-        print_plan(_console(), title(shape, ep), report, note)
+        print_plan(_console(), title(shape, ep, ranks), report, note)
 
 
 @app.command()

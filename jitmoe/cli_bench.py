@@ -22,8 +22,12 @@ from jitmoe.cli_layer import (
     Intermediate,
     Json,
     Model,
+    Presum,
+    Ranks,
     TopK,
     layer_shape,
+    rank_fields,
+    shares,
     title,
 )
 
@@ -50,6 +54,8 @@ def bench(
             help="uniform, zipf (exponent 1.2), hot_expert, one_expert, unused or duplicates."
         ),
     ] = "uniform",
+    ranks: Ranks = 1,
+    presum: Presum = False,
     cool: Annotated[bool, typer.Option("--cool/--no-cool", help="Bursts on a cool card.")] = True,
     hot: Annotated[
         bool, typer.Option("--hot/--no-hot", help="After a second of work, in rows of their own.")
@@ -67,7 +73,8 @@ def bench(
     """Time the layer on this GPU: CUDA graphs, weights from memory, checked by the oracle.
 
     Beside each time: floors by the table's rates and by those measured in the same run, the
-    relative error and the host's time for an eager call. Needs a Hopper GPU.
+    relative error and the host's time for an eager call. With --ranks, virtual ranks on this GPU,
+    each with the experts of a shape, beside one with all; and bytes over links. Needs a Hopper GPU.
     """
     from jitmoe.bench.points import SHAPES, Points, named_shapes, token_counts
     from jitmoe.plan.variant import Activation as Kind
@@ -77,14 +84,17 @@ def bench(
     is_named = any(value is not None for value in (model, config, *sizes))
     if is_named and shapes is not None:
         raise ValueError("name the layer in one way: --shapes, or --model, --config or sizes")
+    if peers and ranks > 1:
+        raise ValueError("--peers are timed on one rank, got --ranks too; leave one of them out")
+    fields = rank_fields(ranks, presum)
     if is_named:
         shape = layer_shape(model, config, *sizes, activation)
-        layers = {title(shape, ep): shape.problem(0, ep, format)}
-        points = Points(layers, token_counts(tokens), routing, shape.variant)
+        layers = {title(shape, ep, ranks): shape.problem(0, shares(ep, ranks), format)}
+        points = Points(layers, token_counts(tokens), routing, shape.variant, **fields)
     else:
         names, kind = ",".join(SHAPES) if shapes is None else shapes, Kind(activation or "swiglu")
         layers = named_shapes(names, format or "fp8_block", kind.gated)
-        points = Points(layers, token_counts(tokens), routing, Variant(kind))
+        points = Points(layers, token_counts(tokens), routing, Variant(kind), **fields)
     heats = ("cool",) * cool + ("hot",) * hot
     if not heats:
         raise ValueError("nothing is left to time: take --cool, --hot or both")

@@ -6,6 +6,7 @@ import json
 import shlex
 import time
 from dataclasses import asdict
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -22,10 +23,14 @@ from jitmoe.cli_layer import (
     Intermediate,
     Json,
     Model,
+    Presum,
+    Ranks,
     TopK,
     WeightOnInput,
     layer_shape,
     layer_variant,
+    rank_fields,
+    shares,
     title,
 )
 
@@ -51,7 +56,9 @@ def emulate(
         str,
         typer.Option(help="uniform, zipf, hot_expert, one_expert, unused or duplicates."),
     ] = "uniform",
-    blocks: Annotated[int, typer.Option(min=1, help="Blocks of the grid.")] = 4,
+    ranks: Ranks = 1,
+    presum: Presum = False,
+    blocks: Annotated[int, typer.Option(min=1, help="Blocks of the grid, of each rank.")] = 4,
     seed: Annotated[
         int, typer.Option(min=0, max=2**63 - 1, help="The schedule; the same again replays it.")
     ] = 0,
@@ -67,8 +74,10 @@ def emulate(
 ) -> None:
     """Run a layer's kernel on this CPU, thread by thread, and check it. Needs no GPU.
 
-    Without a layer's name a small one is run. Needs a C++ compiler.
+    Without a layer's name a small one is run. With --ranks, several launches in a row, with other
+    numbers of tokens on each rank. Needs a C++ compiler.
     """
+    from jitmoe.emulate import ranks_session
     from jitmoe.emulate import session as emulation
     from jitmoe.plan.gpu import gpu_spec
     from jitmoe.plan.heuristics import choose
@@ -84,38 +93,47 @@ def emulate(
     named = any(value is not None for value in layer.values())
     named_by = layer if named else layer | SMALL_LAYER
     shape = layer_shape(**named_by, activation=activation)
-    problem = shape.problem(tokens, ep, format)
+    problem = shape.problem(tokens, shares(ep, ranks), format)
     variant = layer_variant(shape, gate_up, weight_on_input, bias)
     kind = variant.activation.kind
-    plan = choose(problem, gpu_spec("h200"), **variant.plan_fields)
-    _warn_if_slow(*emulation.expected_seconds(problem, checked))
-    session = emulation.open_session(plan, tokens, routing, blocks, checked, variant)
+    fields = variant.plan_fields | rank_fields(ranks, presum)
+    plan = choose(problem, gpu_spec("h200"), **fields)
+    is_many = ranks > 1
+    module, each = (ranks_session, " a rank") if is_many else (emulation, "")
+    repeats = ranks * (ranks_session.NUM_LAUNCHES if is_many else 1)
+    open_s, launch_s = emulation.expected_seconds(problem, checked)
+    _warn_if_slow(open_s * ranks, launch_s * repeats)
+    session = module.open_session(plan, tokens, routing, blocks, checked, variant)
     if not as_json:
         typer.echo(
-            f"{title(shape, ep)}: {tokens:,} tokens, hidden {shape.hidden:,}, intermediate "
-            f"{shape.intermediate:,}, {problem.num_experts} experts, top_k {shape.top_k}; "
-            f"{problem.format}, {kind}"
+            f"{title(shape, ep, ranks)}: {'up to ' * is_many}{tokens:,} tokens{each}, hidden "
+            f"{shape.hidden:,}, intermediate {shape.intermediate:,}, {problem.num_experts} experts"
+            f"{each}, top_k {shape.top_k}; {problem.format}, {kind}"
             f"{', up first' * plan.up_first}{', interleaved' * plan.interleaved}"
-            f"{', biases' * plan.has_bias}{', router weights on tokens' * weight_on_input}, "
+            f"{', biases' * plan.has_bias}{', router weights on tokens' * weight_on_input}"
+            f"{', rows summed before they travel' * presum}, "
             f"{plan.bucket} kernel, {blocks} block{'s' * (blocks > 1)}, "
             f"{routing} routing{', checked' * checked}"
         )
     start = time.perf_counter()
     outcomes = []
-    for outcome in emulation.run_seeds(session, range(seed, seed + seeds), jobs):
+    run = partial(module.run_seed, session)
+    for outcome in emulation.run_seeds(run, range(seed, seed + seeds), jobs):
         outcomes.append(outcome)
         if not as_json:
-            typer.echo(_line(outcome))
+            typer.echo("\n".join([_line(outcome), *_rank_lines(outcome)]))
     seconds = time.perf_counter() - start
 
     last = outcomes[-1]
     call = {"ep": ep, "tokens": tokens, "routing": routing, "blocks": blocks, "seed": last.seed}
     call |= {"activation": activation, "format": format, "gate_up": gate_up}
+    call |= {"ranks": ranks} if is_many else {}
     flags = ["--checked"] * checked + ["--weight-on-input"] * weight_on_input + ["--bias"] * bias
+    flags += ["--presum"] * presum
     replay = None if last.is_right else _command(layer | call, flags)
     if as_json:
         report = {
-            "layer": title(shape, ep),
+            "layer": title(shape, ep, ranks),
             "problem": asdict(problem),
             "activation": kind,
             "gate_up": variant.gate_up,
@@ -123,6 +141,8 @@ def emulate(
             "bias": variant.has_bias,
             "bucket": plan.bucket,
             "routing": routing,
+            "num_ranks": ranks,
+            "presum": presum,
             "num_blocks": blocks,
             "checked": checked,
             "is_right": last.is_right,
@@ -164,9 +184,21 @@ def _line(outcome) -> str:
     )
 
 
+def _rank_lines(outcome) -> list[str]:
+    return [
+        f"  rank {rank}: {', '.join(f'{n:,}' for n in one.num_tokens)} tokens, "
+        f"relative error {one.relative_error:.1e}, worst element {one.worst_element:.1e}"
+        for rank, one in enumerate(outcome.ranks)
+    ]
+
+
 def _row(outcome) -> dict:
     """As JSON has it, which knows no infinity."""
-    row = asdict(outcome) | {"is_right": outcome.is_right}
+    row = _finite(asdict(outcome) | {"is_right": outcome.is_right})
+    return row | {"ranks": [_finite(one) for one in row["ranks"]]}
+
+
+def _finite(row: dict) -> dict:
     return {name: None if value == float("inf") else value for name, value in row.items()}
 
 

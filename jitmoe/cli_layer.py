@@ -42,6 +42,15 @@ WeightOnInput = Annotated[
     bool, typer.Option("--weight-on-input", help="Router weights multiply tokens, not sums.")
 ]
 Bias = Annotated[bool, typer.Option("--bias", help="Experts have biases; a model brings them.")]
+Ranks = Annotated[
+    int,
+    typer.Option(
+        min=1, max=8, help="Ranks of the call; --tokens are each one's, experts those of all."
+    ),
+]
+Presum = Annotated[
+    bool, typer.Option("--presum/--no-presum", help="Ranks sum a token's rows before they travel.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -89,5 +98,24 @@ def layer_variant(shape, gate_up: str | None, weight_on_input: bool, bias: bool)
     )
 
 
-def title(shape, ep: int) -> str:
+def shares(ep: int, ranks: int) -> int:
+    """How many shares of the experts there are, of which each rank of a call has one."""
+    if ranks > ep > 1:
+        raise ValueError(
+            f"--ranks must be up to the {ep} ranks of --ep, got {ranks}; leave --ep out to share "
+            "the experts out to all of them"
+        )
+    return max(ep, ranks)
+
+
+def rank_fields(ranks: int, presum: bool) -> dict:
+    """Fields of a plan."""
+    if ranks == 1 and presum:
+        raise ValueError("--presum is of many ranks, got one; take --ranks too")
+    return {"num_ranks": ranks, "presum": presum}
+
+
+def title(shape, ep: int, ranks: int = 1) -> str:
+    if ranks > 1:
+        return f"{shape.name}, {ranks} ranks{f' of {ep}' * (ep > ranks)}"
     return f"{shape.name}, one rank of {ep}" if ep > 1 else shape.name

@@ -39,7 +39,7 @@ def mega_moe(
     workspace: Workspace | GroupWorkspace | None = None,
     group: Group | None = None,
     max_num_tokens: int | None = None,
-    presum: bool = True,
+    presum: bool = False,
     expert_map=None,
     plan: MegaMoePlan | None = None,
     backend: str = "cuda",
@@ -92,9 +92,10 @@ def mega_moe(
     max_num_tokens
                   of a group: the most tokens of any rank in this call, the same on all ranks
                   (default in a LocalGroup: what the ranks have); a rank may have none
-    presum        of a group: whether a rank adds up a token's rows before they travel, which saves
-                  bytes and rounds each rank's sum to bf16; if not, bits are those of one rank that
-                  has all experts
+    presum        of a group: whether a rank adds up a token's rows before they travel: a third
+                  fewer bytes over links at 8 slots and 8 ranks, for time of its own, and each
+                  rank's sum is rounded to bf16. If not, bits are those of one rank that has all
+                  experts
     expert_map    of a group: None, or int32 [num_logical_experts, max_replicas]: topk_ids name its
                   rows, and a row has the experts that do the same, r * num_experts + i for expert i
                   of rank r, then -1. Token t of rank r goes to number (r + t) modulo their count,
@@ -143,10 +144,11 @@ def mega_moe(
         return fused_ranks.run(
             group, workspace, max_num_tokens, presum, expert_map, given, wants, stream
         )
-    if expert_map is not None:
+    if expert_map is not None or max_num_tokens is not None:
+        name = "max_num_tokens" if expert_map is None else "expert_map"
         raise ValueError(
-            "expert_map is for a group of several ranks, the call has one; pass the group, or ids "
-            "of the experts of `weights` and no map"
+            f"{name} is for a group of several ranks, the call has one; pass the group, or leave "
+            "it out: ids are then those of the experts of `weights`"
         )
     if backend != "cuda":
         _check_emulated(backend, stream, workspace)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 from jitmoe.arguments import Fit, read_call, read_expert_map, split_x
 from jitmoe.jit.render import plan_hash
@@ -131,14 +130,11 @@ def _check_alike(group: Group, ranks: Sequence[_Rank]) -> None:
             )
 
 
-_implicit: WeakKeyDictionary[Group, GroupWorkspace] = WeakKeyDictionary()
-
-
 def implicit_workspace(group: Group) -> GroupWorkspace:
-    """The workspace of a group's calls that name none."""
-    if group not in _implicit:
-        _implicit[group] = GroupWorkspace(group)
-    return _implicit[group]
+    """The workspace of a group's calls that name none; the group keeps it."""
+    if group.workspace is None:
+        group.workspace = GroupWorkspace(group)
+    return group.workspace
 
 
 def _by_rank(group: Group, given: Mapping[str, object]) -> Iterator[tuple]:

@@ -13,6 +13,7 @@ from jitmoe.plan.formats import FORMATS, format_of
 from jitmoe.plan.problem import MoeProblem
 from jitmoe.plan.variant import DEFAULT, Variant
 from jitmoe.reference_biases import Biases, random_biases
+from jitmoe.run.group_workspace import GroupWorkspace
 from jitmoe.run.workspace import Workspace
 from jitmoe.weights import ExpertWeights
 
@@ -47,6 +48,19 @@ class Call(NamedTuple):
             workspace=workspace,
             stream=stream,
         )
+
+    def of_ranks(self, num_ranks: int) -> list[Call]:
+        """Of ranks that have as many of its tokens each; views."""
+        arrays = self.codes, self.scale, self.topk_ids, self.topk_weights
+        in_pair = isinstance(self.x, tuple)
+        x = zip(
+            *(_cut(part, num_ranks) for part in (self.x if in_pair else (self.x,))), strict=True
+        )
+        rest = zip(*(_cut(array, num_ranks) for array in arrays), strict=True)
+        return [
+            Call(own_x if in_pair else own_x[0], *own, self.variant, self.format)
+            for own_x, own in zip(x, rest, strict=True)
+        ]
 
 
 class Errors(NamedTuple):
@@ -83,6 +97,22 @@ class Experts(NamedTuple):
         scales = w13_scale, w2_scale
         return ExpertWeights(w13, w2, *scales, **biases, gate_up=gate_up, format=said)
 
+    def of_ranks(self, num_ranks: int) -> list[Experts]:
+        """Of ranks that have as many of them each, in order; views."""
+        cut = [zip(*(_cut(part, num_ranks) for part in self.layer), strict=True)]
+        cut += [zip(*(_cut(part, num_ranks) for part in self.biases or (None, None)), strict=True)]
+        return [
+            Experts(reference.Layer(*layer), self.biases and Biases(*biases))
+            for layer, biases in zip(*cut, strict=True)
+        ]
+
+
+def _cut(array, num: int) -> list:
+    """As many rows in each of `num` parts, which are views; of None as many of it."""
+    if array is None:
+        return [None] * num
+    return list(array.reshape(num, array.shape[0] // num, *array.shape[1:]))
+
 
 def random_experts(
     layer: MoeProblem, variant: Variant, seed: int, xp, outliers: int = 0
@@ -96,16 +126,25 @@ def random_experts(
 
 
 def weight_sets(layer: MoeProblem, outliers: int = 0, variant: Variant = DEFAULT):
-    """As many sets of weights as fit, 4 at most, and the experts of the first for the oracle.
+    """As many sets of weights as fit, 4 at most, and the experts of the first for the oracle."""
+    sets = expert_sets(layer, outliers, variant)
+    return [one.weights(layer.format, variant.gate_up) for one in sets], sets[0]
 
-    The other sets have its experts moved.
-    """
+
+def expert_sets(
+    layer: MoeProblem,
+    outliers: int = 0,
+    variant: Variant = DEFAULT,
+    spare_bytes: int = SPARE_BYTES,
+) -> list[Experts]:
+    """As many as fit beside `spare_bytes`, from 1 to 4: the others have the first's moved."""
     import cupy
 
     first = random_experts(layer, variant, 1, cupy, outliers)
-    free_bytes = cupy.cuda.runtime.memGetInfo()[0] - SPARE_BYTES
+    cupy.get_default_memory_pool().free_all_blocks()  # what the first was put together from
+    free_bytes = cupy.cuda.runtime.memGetInfo()[0] - spare_bytes
     num_sets = 1 + free_bytes // (layer.num_experts * layer.expert_bytes)
-    sets = [first] + [
+    return [first] + [
         first._replace(
             layer=reference.Layer(
                 *(None if p is None else cupy.roll(p, i, axis=0) for p in first.layer)
@@ -113,7 +152,6 @@ def weight_sets(layer: MoeProblem, outliers: int = 0, variant: Variant = DEFAULT
         )
         for i in range(1, max(1, min(MAX_WEIGHT_SETS, num_sets)))
     ]
-    return [one.weights(layer.format, variant.gate_up) for one in sets], first
 
 
 def random_call(
@@ -140,6 +178,22 @@ def random_call(
     codes, scale = quantize.tokens(tokens.x, layer.format, cupy)
     x = codes if scale is None else encode_bf16(tokens.x, cupy) if bf16 else (codes, scale)
     return Call(x, codes, scale, *tokens[1:], variant, layer.format)
+
+
+def launch_ranks(calls, weights, workspace: GroupWorkspace, out, presum: bool, stream=None):
+    """One launch of a LocalGroup: calls, weights and outputs by rank."""
+    return mega_moe(
+        [call.x for call in calls],
+        [call.topk_ids for call in calls],
+        [call.topk_weights for call in calls],
+        weights,
+        activation=calls[0].variant.activation,
+        out=out,
+        stream=stream,
+        workspace=workspace,
+        group=workspace.group,
+        presum=presum,
+    )
 
 
 def poisoned(layer: MoeProblem):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 
 from rich.console import Console
 from rich.text import Text
 
+from jitmoe import links
 from jitmoe.plan import heuristics, problem
 from jitmoe.plan.formats import format_of
 from jitmoe.plan.gpu import GpuSpec
@@ -38,7 +39,8 @@ def plan_report(layer: MoeProblem, gpu: GpuSpec, **variant) -> dict:
         "smem": _regions(plan.smem),
         "smem_bytes": plan.smem.num_bytes,
         "smem_limit_bytes": gpu.smem_bytes,
-        "workspace_bytes": plan.workspace_bytes(layer.num_tokens),
+        "workspace_bytes": plan.workspace_bytes(plan.num_ranks * layer.num_tokens),
+        **(_ranks(plan, layer) if plan.num_ranks > 1 else {}),
         "tokens_per_active_expert": layer.tokens_per_active_expert,
         "floor_us": floor.us,
         "floor_memory_us": floor.memory_us,
@@ -46,6 +48,19 @@ def plan_report(layer: MoeProblem, gpu: GpuSpec, **variant) -> dict:
         "tflops": gpu.tflops(layer.format),
         "bound": floor.bound,
         "limits": limits(layer.format),
+    }
+
+
+def _ranks(plan: MegaMoePlan, layer: MoeProblem) -> dict:
+    """Of a rank, where `layer` is its share of the experts, and its tokens at most."""
+    replace(layer, num_tokens=plan.num_ranks * layer.num_tokens)  # refuses too many
+    expected = links.expected_links(layer, plan.num_ranks)
+    return {
+        "symmetric_bytes": plan.symmetric(layer.num_tokens).num_bytes,
+        "link_bytes": {
+            name: round(num_bytes)
+            for name, num_bytes in (vars(expected) | {"moved": expected.moved(plan.presum)}).items()
+        },
     }
 
 
@@ -85,6 +100,8 @@ def print_plan(console: Console, title: str, report: dict, note: str = "") -> No
         f"math {report['floor_math_us']:.1f} us at {report['tflops']:,.0f} TFLOP/s; "
         f"rates {'measured' if gpu['measured'] else 'scaled from the data sheet'})",
     }
+    if report["plan"]["num_ranks"] > 1:
+        facts |= _rank_facts(report)
     if note:
         facts = {"layer": facts.pop("layer"), "note": note} | facts
     for name, text in facts.items():
@@ -94,6 +111,20 @@ def print_plan(console: Console, title: str, report: dict, note: str = "") -> No
     console.print("\nlimits", style="bold")
     for name, text in report["limits"].items():
         console.print(f"{name:<14} {text}", soft_wrap=True)
+
+
+def _rank_facts(report: dict) -> dict[str, str]:
+    """What is else where ranks share the work."""
+    num_ranks, presum = report["plan"]["num_ranks"], report["plan"]["presum"]
+    sent = report["link_bytes"]
+    return {
+        "ranks": f"{num_ranks}, each with such a share of the experts and up to "
+        f"{report['problem']['num_tokens']:,} tokens; kernel, memory and floor are of one",
+        "symmetric": f"{report['symmetric_bytes']:,} bytes of device memory that all ranks address",
+        "links": f"{sent['moved']:,} bytes leave a rank in a call, if routing is uniform: tokens "
+        f"once, {'rows summed before' if presum else 'a row for each pair'}, and tables of "
+        f"{sent['tables']:,}; pair by pair tokens and rows are {sent['pairs']:,}",
+    }
 
 
 def _print_row(console: Console, bold: str, line: str) -> None:
@@ -117,7 +148,7 @@ def _print_table(console: Console, rows: list[dict]) -> None:
 
 def _bucket_tokens(plan: MegaMoePlan, layer: MoeProblem) -> tuple[int, int]:
     """The first and the last token count the bucket of `plan` serves."""
-    if heuristics.has_one_bucket(plan.format, plan.batch_invariant):
+    if heuristics.has_one_bucket(plan.format, plan.batch_invariant, plan.num_ranks > 1):
         return 0, problem.MAX_TOKENS
     limit = heuristics.decode_limit(layer)
     return (0, limit) if plan.bucket == "decode" else (limit + 1, problem.MAX_TOKENS)

@@ -7,9 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from jitmoe import reference
-from jitmoe.measure import Call, poisoned
+from jitmoe.measure import Call, launch_ranks, poisoned
 from jitmoe.peers.peer import Peer
 from jitmoe.plan.problem import MoeProblem
+from jitmoe.run.group_workspace import GroupWorkspace
+from jitmoe.run.symmetric import LocalGroup
 from jitmoe.run.workspace import Workspace
 from jitmoe.weights import ExpertWeights
 
@@ -50,26 +52,54 @@ class Method:
 
 def of_jitmoe(layer: MoeProblem, calls: list[Call], weights: list[ExpertWeights]) -> Method:
     """Our kernel; outputs start poisoned."""
+    workspace = Workspace(weights[0].device)
+
+    def launch(i, y, stream):
+        calls[i].launch(weights[i % len(weights)], workspace, y, stream)
+
+    return _ours([poisoned(layer) for _ in calls], launch, workspace.check)
+
+
+def of_ranks(
+    layer: MoeProblem,
+    calls: list[Call],
+    weights: list[list[ExpertWeights]],
+    group: LocalGroup,
+    presum: bool,
+) -> Method:
+    """Our kernel on the ranks of a group: `layer` and `calls` are those of all ranks together, the
+    first tokens the first rank's, and each set of weights is by rank.
+    """
+    workspace = GroupWorkspace(group)
+    by_rank = [call.of_ranks(group.num_ranks) for call in calls]
+
+    def launch(i, y, stream):
+        out = list(y.reshape(group.num_ranks, -1, y.shape[1]))
+        launch_ranks(by_rank[i], weights[i % len(weights)], workspace, out, presum, stream)
+
+    return _ours([poisoned(layer) for _ in calls], launch, workspace.check)
+
+
+def _ours(ys: list, launch: Callable[[int, object, object], None], check) -> Method:
+    """Of launch(i, y, stream), call number i into an output."""
     import cupy
 
     stream = cupy.cuda.Stream(non_blocking=True)
-    workspace = Workspace(weights[0].device)
-    ys = [poisoned(layer) for _ in calls]
     cupy.cuda.Device().synchronize()
 
     def call(i):
-        calls[i].launch(weights[i % len(weights)], workspace, ys[i], stream)
+        launch(i, ys[i], stream)
         return ys[i]
 
     def capture():
         with stream:
             stream.begin_capture()
-            for i in range(len(calls)):
+            for i in range(len(ys)):
                 call(i)
             graph = stream.end_capture()
         return lambda: graph.launch(stream), ys
 
-    return Method(stream, len(calls), call, capture, lambda y: y, workspace.check)
+    return Method(stream, len(ys), call, capture, lambda y: y, check)
 
 
 def of_peer(layer: MoeProblem, calls: list[Call], prepared: list[Callable]) -> Method:

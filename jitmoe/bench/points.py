@@ -26,6 +26,8 @@ class Points:
     tokens      token counts, each at least 1
     routing     one of `reference.ROUTINGS`; zipf has the exponent `ZIPF_EXPONENT`
     variant     of all layers
+    num_ranks   more than one: a layer is a rank's share, and tokens are each rank's
+    presum      as in `mega_moe`
 
     Raises ValueError for a routing that a layer cannot have.
     """
@@ -34,18 +36,29 @@ class Points:
     tokens: tuple[int, ...] = TOKENS
     routing: str = "uniform"
     variant: Variant = DEFAULT
+    num_ranks: int = 1
+    presum: bool = False
 
     def __post_init__(self):
         if self.routing not in ROUTINGS:
             raise ValueError(f"routing must be one of {', '.join(ROUTINGS)}, got {self.routing!r}")
         for name, layer in self.layers.items():
-            if layer.top_k > layer.num_experts and self.routing != "duplicates":
+            all_experts = self.num_ranks * layer.num_experts
+            if layer.top_k > all_experts and self.routing != "duplicates":
                 raise ValueError(
-                    f"routing {self.routing} needs top_k up to the {layer.num_experts} experts of "
+                    f"routing {self.routing} needs top_k up to the {all_experts} experts of "
                     f"{name}, got {layer.top_k}; take duplicates"
                 )
             for num_tokens in self.tokens:
-                replace(layer, num_tokens=num_tokens)  # refuses sizes there is no kernel for
+                self.whole(layer, num_tokens)  # refuses sizes there is no kernel for
+
+    def whole(self, layer: MoeProblem, num_tokens: int) -> MoeProblem:
+        """All ranks' experts and tokens."""
+        return replace(
+            layer,
+            num_experts=self.num_ranks * layer.num_experts,
+            num_tokens=self.num_ranks * num_tokens,
+        )
 
     def __len__(self) -> int:
         return len(self.layers) * len(self.tokens)

@@ -27,12 +27,14 @@ TABLE = (
     "heat",
     "method",
     "gpu",
+    "presum",
 )
 DEFAULTS = {
     "activation": "swiglu",
     "routing": "uniform",
     "heat": "cool",
     "method": "jitmoe",
+    "presum": False,
     "status": "ok",
 }
 REQUIRED = (*TABLE, "num_tokens", "us_median", "date", "command")
@@ -113,6 +115,7 @@ def compare(rows: list[dict], figures: dict) -> dict[str, list[Comparison]]:
         "routing": "uniform",
         "heat": "cool",
         "mode": "graph",
+        "num_ranks": 1,
         "gpu": figures["gpu"],
     }
     mine, measured = {}, {}

@@ -33,6 +33,7 @@ class Point:
     num_weight_sets: int
     is_cold: bool  # the weights that a graph reads exceed the L2 cache
     activation: str = "swiglu"  # its kind
+    num_ranks: int = 1  # if more, the layer is a rank's, and work that of all ranks
 
 
 def rows_of(
@@ -51,7 +52,7 @@ def rows_of(
         "mode": "graph",
         "format": layer.format,
         "shape": point.shape,
-        "num_ranks": 1,
+        "num_ranks": point.num_ranks,
         "hidden": layer.hidden,
         "intermediate": layer.intermediate,
         "num_experts": layer.num_experts,
@@ -142,5 +143,19 @@ def line(row: dict) -> str:
         f"{start}{row['us_median']:>8.1f} {row['us_p10']:>8.1f} {row['us_p90']:>8.1f} "
         f"{row['gbps']:>6} {row['tflops']:>8.1f} "
         f"{row['of_floor']:>8.0%} {row['of_run_floor']:>7.0%} {row['rel_error']:>8.2e} "
-        f"{row['host_us']:>7.1f}  {name}{warm}"
+        f"{row['host_us']:>7.1f}  {name}{warm}{_ranks(row)}"
+    )
+
+
+def _ranks(row: dict) -> str:
+    """A second line, of many ranks."""
+    if row["num_ranks"] == 1:
+        return ""
+    mb = {name: f"{num_bytes * 1e-6:.3g}" for name, num_bytes in row["link_bytes"].items()}
+    ratio = row["of_one_rank"]
+    beside = f"{ratio:.3f} of one rank's time; " if ratio else ""
+    return (
+        f"\n{'':>6} {row['num_ranks']} ranks{', presum' * row['presum']}: {beside}MB that "
+        f"each sends: {mb['moved']} (pairs {mb['pairs']}, tokens once {mb['once']}, presummed "
+        f"{mb['presum']}, tables {mb['tables']})"
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,37 +10,17 @@ from functools import partial
 from types import ModuleType
 
 from jitmoe import measure, peers
-from jitmoe.bench import ceilings, methods
+from jitmoe.bench import ceilings, methods, ranks
 from jitmoe.bench.points import ZIPF_EXPONENT, Points, calls_per_graph
-from jitmoe.bench.rows import Point, Rates, rows_of
-from jitmoe.bench.trial import Protocol, Result, trial
+from jitmoe.bench.rows import Point
+from jitmoe.bench.setting import Setting, free
+from jitmoe.bench.trial import Protocol, Result, attempt, trial
 from jitmoe.bench.work import mean_work, work_of
 from jitmoe.jit.build import build_many
-from jitmoe.peers.peer import Peer
 from jitmoe.plan import heuristics
 from jitmoe.plan.gpu import GpuSpec
 from jitmoe.plan.problem import MoeProblem
 from jitmoe.plan.variant import DEFAULT
-
-
-@dataclass(frozen=True)
-class _Setting:
-    """What all layers of a run share; `deadline` is of time.monotonic()."""
-
-    points: Points
-    protocol: Protocol
-    gpu: GpuSpec
-    peers: list[ModuleType]
-    ceilings: dict[str, ceilings.Ceilings]
-    deadline: float
-
-    @property
-    def is_over(self) -> bool:
-        return time.monotonic() > self.deadline
-
-    def rows(self, point: Point, peer: Peer, result: Result) -> list[dict]:
-        rates = Rates(self.gpu.read_gbps, self.gpu.tflops(point.layer.format))
-        return rows_of(point, peer, result, rates, self.ceilings)
 
 
 @dataclass(frozen=True)
@@ -75,17 +53,18 @@ def run(
     roofs = {heat: ceilings.measure(heat) for heat in protocol.heats}
     for heat, roof in roofs.items():
         say(_ceilings_line(heat, roof))
-    setting = _Setting(points, protocol, gpu, found, roofs, deadline)
+    setting = Setting(points, protocol, gpu, found, roofs, deadline)
+    layer_rows = _layer_rows if points.num_ranks == 1 else ranks.layer_rows
     num_left = len(points)
     for name, layer in points.layers.items():
         if not setting.is_over:
-            num_left -= yield from _layer_rows(name, layer, setting)
-            _free()
+            num_left -= yield from layer_rows(name, layer, setting)
+            free()
     if num_left:
         say(f"the time limit of {time_limit_s:g} s was reached: {num_left} points are left out")
 
 
-def _layer_rows(name: str, layer: MoeProblem, setting: _Setting):
+def _layer_rows(name: str, layer: MoeProblem, setting: Setting):
     """Yields rows, returns how many points they are of."""
     num_points = 0
     weights, experts = measure.weight_sets(layer, variant=setting.points.variant)
@@ -107,7 +86,7 @@ def _layer_rows(name: str, layer: MoeProblem, setting: _Setting):
             continue
         for ready, result in _peer_results(module, prepared, weights, setting):
             yield from setting.rows(ready.point, module.PEER, result)
-        _free()
+        free()
     return num_points
 
 
@@ -115,7 +94,11 @@ def _build_in_background(points: Points, gpu: GpuSpec) -> None:
     """Kernels of all layers, while weights and ceilings are made; calls wait for their own."""
     fields = points.variant.plan_fields
     layers = points.layers.values()
-    plans = [p for x in layers for p in heuristics.plans_of_model(x, gpu, **fields).values()]
+    if points.num_ranks == 1:
+        plans = [p for x in layers for p in heuristics.plans_of_model(x, gpu, **fields).values()]
+    else:
+        sized = [(layer, tokens) for layer in layers for tokens in points.tokens]
+        plans = dict.fromkeys(p for one in sized for p in ranks.plans(points, gpu, *one))
     threading.Thread(target=lambda: list(build_many(plans)), daemon=True).start()
 
 
@@ -149,7 +132,7 @@ def _ceilings_line(heat: str, roof: ceilings.Ceilings) -> str:
     )
 
 
-def _prepare(name: str, layer: MoeProblem, num_sets: int, experts, setting: _Setting) -> _Prepared:
+def _prepare(name: str, layer: MoeProblem, num_sets: int, experts, setting: Setting) -> _Prepared:
     import cupy
 
     routing, variant = setting.points.routing, setting.points.variant
@@ -165,38 +148,19 @@ def _prepare(name: str, layer: MoeProblem, num_sets: int, experts, setting: _Set
     return _Prepared(point, calls, measure.references(calls[0], experts))
 
 
-def _peer_results(module: ModuleType, prepared: list[_Prepared], weights, setting: _Setting):
+def _peer_results(module: ModuleType, prepared: list[_Prepared], weights, setting: Setting):
     """(point, result) of a peer for each point; its failure is a result."""
-    own_weights, failure = _attempt(partial(methods.prepare_peer, module, weights))
+    own_weights, failure = attempt(partial(methods.prepare_peer, module, weights))
     for ready in prepared:
         if setting.is_over:
             yield ready, Result("skipped", "the time limit was reached")
         elif failure:
             yield ready, failure
         else:
-            result, failed = _attempt(partial(_peer_trial, module, ready, own_weights, setting))
+            result, failed = attempt(partial(_peer_trial, module, ready, own_weights, setting))
             yield ready, result or failed
 
 
-def _peer_trial(module: ModuleType, ready: _Prepared, own_weights, setting: _Setting) -> Result:
+def _peer_trial(module: ModuleType, ready: _Prepared, own_weights, setting: Setting) -> Result:
     method = methods.of_peer(ready.point.layer, ready.calls, own_weights)
     return trial(method, module.PEER, ready.references, setting.protocol)
-
-
-def _attempt(function: Callable):
-    """(what it returns, None) or (None, the result of a method that failed)."""
-    try:
-        return function(), None
-    except Exception as error:  # whatever a peer raises must not end the run
-        text = str(error).strip().splitlines()
-        return None, Result("failed", f"{type(error).__name__}: {text[0] if text else ''}")
-
-
-def _free() -> None:
-    """Give memory back that one library holds and another may want."""
-    import cupy
-
-    gc.collect()
-    cupy.get_default_memory_pool().free_all_blocks()
-    if "torch" in sys.modules:
-        sys.modules["torch"].cuda.empty_cache()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from jitmoe import measure
@@ -70,6 +71,15 @@ def trial(method: Method, peer: Peer, references: measure.References, protocol: 
     if not replayed.exact <= peer.max_error:
         return Result("wrong", "the graph gives another result than an eager call", replayed)
     return Result("ok", None, errors, measured, host_us)
+
+
+def attempt(function: Callable):
+    """(what it returns, None) or (None, the result of a method that failed)."""
+    try:
+        return function(), None
+    except Exception as error:  # whatever a method raises must not end the run
+        text = str(error).strip().splitlines()
+        return None, Result("failed", f"{type(error).__name__}: {text[0] if text else ''}")
 
 
 def _poison(ys) -> None:

@@ -63,8 +63,9 @@ class EmulatedRanks:
 
     def __call__(self, calls: Sequence[Call | tuple], **options) -> list[np.ndarray]:
         """One launch on every rank: y of each, bf16 bits. Options as in `launch`; `rank_tokens` is
-        the bound that all ranks agree on, at most the room (default: the room), `expert_map` as in
-        mega_moe (default: ids are those of experts).
+        the bound that all ranks agree on, at most the room (default), or one for each rank, which
+        the kernel refuses if they differ; `expert_map` as in mega_moe (default: ids are those of
+        experts).
         """
         return self.run([calls], **options)[0]
 
@@ -72,14 +73,15 @@ class EmulatedRanks:
         self,
         rounds: Sequence[Sequence[Call | tuple]],
         *,
-        rank_tokens: int | None = None,
+        rank_tokens: int | Sequence[int] | None = None,
         expert_map: np.ndarray | None = None,
         **options,
     ) -> list[list[np.ndarray]]:
         """Launches one after the other on every rank, a call for each rank in a round: y by round
         and rank. Ranks drift apart as far as the kernel lets them.
         """
-        rank_tokens = self.rank_tokens if rank_tokens is None else rank_tokens
+        bounds = self.rank_tokens if rank_tokens is None else rank_tokens
+        bounds = [bounds] * len(self.ranks) if isinstance(bounds, int) else bounds
         memories = [Array(memory, writable=True) for memory in self.symmetric]
         shared = [rank._shared_arrays() for rank in self.ranks]
         if expert_map is not None:
@@ -90,7 +92,7 @@ class EmulatedRanks:
         for calls in rounds:
             ys.append([])
             for number, call in enumerate(calls):
-                one, y = self._launch(number, Call(*call), shared[number], memories, rank_tokens)
+                one, y = self._launch(number, Call(*call), shared[number], memories, bounds[number])
                 launches.append(one)
                 ys[-1].append(y)
         executable = self.ranks[0].executable

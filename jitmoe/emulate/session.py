@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 
 import ml_dtypes
 import numpy as np
@@ -48,11 +47,20 @@ class Session:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What became of a launch under the schedule of `seed`.
+class RankOutcome:
+    """What a rank got: its tokens in each launch, and the errors of all their y together."""
 
-    The errors of y are None and `steps`, of the scheduler, are too if the launch did not come to
-    its end; `report` then says why.
+    num_tokens: tuple[int, ...]
+    relative_error: float
+    worst_element: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a launch, or of several on many ranks, under the schedule of `seed`.
+
+    The errors of y are None and `steps`, of the scheduler, are too if a launch did not come to its
+    end; `report` then says why. Of many ranks they are the largest of `ranks`.
     """
 
     seed: int
@@ -61,6 +69,7 @@ class Outcome:
     steps: int | None
     seconds: float
     report: str = ""
+    ranks: tuple[RankOutcome, ...] = ()
 
     @property
     def is_right(self) -> bool:
@@ -122,16 +131,23 @@ def run_seed(session: Session, seed: int) -> Outcome:
     except EmulationError as error:
         return Outcome(seed, None, None, None, time.perf_counter() - start, str(error).rstrip())
     seconds = time.perf_counter() - start
-    steps = int(re.search(r"(\d+) steps", emulated.report)[1])
+    steps = num_steps(emulated.report)
     errors = reference.relative_error(y, session.ref), reference.worst_element(y, session.ref)
     return Outcome(seed, *errors, steps, seconds)
 
 
-def run_seeds(session: Session, seeds: Iterable[int], jobs: int = 1) -> Iterator[Outcome]:
-    """Outcomes in the order of `seeds` up to the first that is wrong, `jobs` launches at a time."""
+def num_steps(report: str) -> int:
+    """Of the scheduler, as the emulator reports them."""
+    return int(re.search(r"(\d+) steps", report)[1])
+
+
+def run_seeds(
+    run: Callable[[int], Outcome], seeds: Iterable[int], jobs: int = 1
+) -> Iterator[Outcome]:
+    """Outcomes of `run` in the order of `seeds` up to the first that is wrong, `jobs` at a time."""
     with ThreadPoolExecutor(jobs) as pool:  # a launch is a process: threads only wait for it
         try:
-            for outcome in pool.map(partial(run_seed, session), seeds):
+            for outcome in pool.map(run, seeds):
                 yield outcome
                 if not outcome.is_right:
                     return

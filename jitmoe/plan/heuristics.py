@@ -91,8 +91,7 @@ def choose(problem: MoeProblem, gpu: GpuSpec, **variant) -> MegaMoePlan:
     name, has_bias = bucket(problem), variant.get("has_bias", False)
     is_mx = format_of(problem.format).is_mx
     many_ranks = variant.get("num_ranks", 1) > 1
-    one_for_ranks = many_ranks and problem.format in NO_PREFILL_OF_RANKS
-    if one_for_ranks or has_one_bucket(problem.format, variant.get("batch_invariant", False)):
+    if has_one_bucket(problem.format, variant.get("batch_invariant", False), many_ranks):
         name = "decode"
     sizes = {"decode": MX_SIZES, "prefill": EXPAND_SIZES} if is_mx else SIZES
     producer_regs, math_regs = _registers(name, problem, many_ranks)
@@ -163,9 +162,12 @@ def plans_of_model(problem: MoeProblem, gpu: GpuSpec, **variant) -> dict[str, Me
     return plans
 
 
-def has_one_bucket(format: str, batch_invariant: bool) -> bool:
-    """Whether decode serves all token counts: MXFP4 in prefill is added up in another order."""
-    return batch_invariant and format_of(format).is_mx
+def has_one_bucket(format: str, batch_invariant: bool, many_ranks: bool) -> bool:
+    """Whether decode serves all token counts: MXFP4 in prefill is added up in another order, and of
+    many ranks may have no kernel.
+    """
+    is_mx = format_of(format).is_mx
+    return batch_invariant and is_mx or many_ranks and format in NO_PREFILL_OF_RANKS
 
 
 def decode_limit(problem: MoeProblem) -> int:

@@ -57,7 +57,7 @@ class MegaMoePlan(Plan):
     format: str = "fp8_block"
     num_ranks: int = 1
     local_ranks: int = 1  # that one launch serves, with as many blocks each
-    presum: bool = True  # a rank sums a token's rows before they travel
+    presum: bool = False  # a rank sums a token's rows before they travel
 
     name = "mega_moe"
     block_rows = 256

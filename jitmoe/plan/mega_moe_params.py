@@ -8,7 +8,8 @@ from jitmoe.plan.plan import Param
 
 # Symmetric regions, in the order of their offsets among the parameters.
 SYMMETRIC = (
-    *("launches", "pairs_ready", "tokens_ready", "expert_done", "pair_experts", "pair_weights"),
+    *("launches", "pairs_ready", "tokens_ready", "expert_done", "bounds"),
+    *("pair_experts", "pair_weights"),
     *("staged_x", "staged_scale", "slots"),
 )
 

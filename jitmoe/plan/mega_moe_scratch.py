@@ -64,6 +64,7 @@ def symmetric(plan, rank_tokens: int) -> MemoryMap:
             Region("pairs_ready", "u32", (ranks,), 256, "by rank: a launch's number + 1"),
             Region("tokens_ready", "u32", (ranks,), 256, "the same"),
             Region("expert_done", "u32", (ranks * plan.num_experts,), 256, "the same, by expert"),
+            Region("bounds", "u32", (2, ranks), 256, "by rank: rows it takes its share to have"),
             Region("pair_experts", "u32", (2, pairs), 256, "of all ranks' tokens"),
             Region("pair_weights", "f32", (2, pairs), 256),
             Region("staged_x", "u8", (2, tokens, row_bytes), 256, "of the rank's tokens"),

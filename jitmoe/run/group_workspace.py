@@ -40,7 +40,7 @@ class GroupWorkspace:
         """
         if rank_tokens > self._capacity:
             _refuse_capture(stream, f"memory for {rank_tokens} tokens a rank")
-            self._release()
+            self.close()
             self._capacity = -(-rank_tokens // 64) * 64
         regions = plan.symmetric(self._capacity)
         if regions not in self._shared:
@@ -58,8 +58,10 @@ class GroupWorkspace:
             device.synchronize()
         return memory, table
 
-    def _release(self) -> None:
-        """Give symmetric memory back when no rank's launches use it any more."""
+    def close(self) -> None:
+        """Collective: give symmetric memory back, when no rank's launches use it any more. A later
+        call takes new.
+        """
         import cupy
 
         cupy.cuda.Device(self.group.device).synchronize()

@@ -46,6 +46,7 @@ class Group(ABC):
     num_ranks: int
     ranks: tuple[int, ...]
     device: int
+    workspace: object | None = None  # of calls that name none
 
     @abstractmethod
     def allocate(self, num_bytes: int) -> SymmetricMemory:

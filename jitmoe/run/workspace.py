@@ -31,6 +31,7 @@ _WAITS = {
     15: "the routing of rank {index}",
     16: "the tokens of rank {index}",
     17: "rows of expert {index}, which rank {owner} owes",
+    18: "rank {index} to pass the same max_num_tokens: it passed {expected}",
 }
 
 

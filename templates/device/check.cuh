@@ -20,6 +20,7 @@ enum Wait : u32 {
     kWaitPairs = 15,
     kWaitTokens = 16,
     kWaitExpert = 17,
+    kWaitBound = 18,
 };
 
 // Words of Params::header.

@@ -2,11 +2,11 @@
 // of its tokens as they come, in slot order.
 
 // Lane l sums 8 channels of every token's rows, those of the slots in `used`; `store(t, sum)` puts them where they
-// belong. Few slots are used: three of a token are loaded at a time.
+// belong. Not all slots are used: four rows of a token are loaded at a time.
 template <typename Store>
 DEVICE void sum_rows(const u16* first_row, const u32 (&tokens)[kCombineTokens], const u32 (&used)[kCombineTokens],
                      u32 tile, Store store) {
-    constexpr u32 kSlots = min_of(kTopK, 3u);
+    constexpr u32 kRows = min_of(kTopK, 4u);
     const u32 channel = tile * kBlockRows + lane_idx() * 8;
     if (channel >= kHidden) return;
     float sums[kCombineTokens][8] = {};
@@ -15,12 +15,12 @@ DEVICE void sum_rows(const u16* first_row, const u32 (&tokens)[kCombineTokens], 
     for (u32 t = 0; t < kCombineTokens; ++t) any |= rest[t] = used[t];
 #pragma unroll 1
     while (any != 0) {
-        uint4 rows[kCombineTokens][kSlots] = {};
+        uint4 rows[kCombineTokens][kRows] = {};
         any = 0;
 #pragma unroll
         for (u32 t = 0; t < kCombineTokens; ++t) {
 #pragma unroll
-            for (u32 i = 0; i < kSlots; ++i) {
+            for (u32 i = 0; i < kRows; ++i) {
                 if (rest[t] == 0) continue;
                 const u64 row = u64(tokens[t]) * kTopK + __ffs(rest[t]) - 1;
                 rows[t][i] = *reinterpret_cast<const uint4*>(first_row + row * kHidden + channel);
@@ -31,7 +31,7 @@ DEVICE void sum_rows(const u16* first_row, const u32 (&tokens)[kCombineTokens], 
 #pragma unroll
         for (u32 t = 0; t < kCombineTokens; ++t) {
 #pragma unroll
-            for (u32 i = 0; i < kSlots; ++i) add_channels(sums[t], rows[t][i]);
+            for (u32 i = 0; i < kRows; ++i) add_channels(sums[t], rows[t][i]);
         }
     }
 #pragma unroll

@@ -5,7 +5,7 @@
 DEVICE bool is_set(const u32* flag) { return i32(load_acquire_sys(flag) - launch_number() - 1) >= 0; }
 
 // Counts at `word`; whoever makes it `all` sets the flag at `at` on all ranks. One whole warp, for what its lanes did
-// or know of by a barrier. Pairs with wait_for_ranks and wait_for_slots.
+// or know of by a barrier. Pairs with all_tell and wait_for_slots.
 DEVICE void tell_ranks(const Params& p, const Head& head, u32 word, u32 all, i64 at) {
     sync_warp();
     u32 num = 0;
@@ -23,10 +23,10 @@ DEVICE void tell_ranks_when_all(const Params& p, const Head& head, u32 word, i64
     if (warp_idx() == 0) tell_ranks(p, head, word, num_blocks(), at + p.rank * 4);
 }
 
-// The whole CTA: until the flags at `at` of all ranks are set. Pairs with tell_ranks.
-DEVICE void wait_for_ranks(const Params& p, Smem& smem, Wait what, i64 at) {
+// Until the flags at `at` of all ranks are set, or false. One whole warp. Pairs with tell_ranks.
+DEVICE bool all_tell(const Params& p, Wait what, i64 at) {
     const u32* flags = symmetric<u32>(p, p.rank, at);
-    for (u32 first = 0; warp_idx() == 0 && first < kNumRanks; first += kWarpThreads) {
+    for (u32 first = 0; first < kNumRanks; first += kWarpThreads) {
         u32 owing = first;
         const bool in_time = poll_in_time(p, what, owing, launch_number() + 1, [&] {
             const u32 rank = first + lane_idx();
@@ -34,8 +34,34 @@ DEVICE void wait_for_ranks(const Params& p, Smem& smem, Wait what, i64 at) {
             if (unset != 0) owing = first + __ffs(unset) - 1;
             return unset == 0;
         });
-        if (!in_time) abort_head(smem);
+        if (!in_time) return false;
     }
+    return true;
+}
+
+// The rows that each rank takes its share of the batch to have, on `rank`. Where they differ, tables do not mean the
+// same to all.
+DEVICE u32* bounds(const Params& p, u32 rank) {
+    return symmetric<u32>(p, rank, p.bounds_at) + launch_number() % 2 * kNumRanks;
+}
+
+DEVICE bool bounds_agree(const Params& p) {
+    for (u32 first = 0; first < kNumRanks; first += kWarpThreads) {
+        const u32 rank = first + lane_idx();
+        const u32 bound = rank < kNumRanks ? bounds(p, p.rank)[rank] : p.rank_tokens;
+        if (bound != p.rank_tokens) report_timeout(p, kWaitBound, rank, bound);
+        if (__ballot_sync(kFullMask, bound != p.rank_tokens) != 0) return false;
+    }
+    return true;
+}
+
+// The whole CTA, until the pairs or the tokens of all ranks are there.
+DEVICE void wait_for_pairs(const Params& p, Smem& smem) {
+    if (warp_idx() == 0 && !(all_tell(p, kWaitPairs, p.pairs_ready_at) && bounds_agree(p))) abort_head(smem);
+    leave_if_aborted(smem);
+}
+DEVICE void wait_for_tokens(const Params& p, Smem& smem) {
+    if (warp_idx() == 0 && !all_tell(p, kWaitTokens, p.tokens_ready_at)) abort_head(smem);
     leave_if_aborted(smem);
 }
 
@@ -56,6 +82,7 @@ DEVICE u32 physical_expert(const Params& p, u64 id, u32 token) {
 DEVICE void publish_pairs(const Params& p, const Head& head) {
     const u32 num_pairs = p.rank_tokens * kTopK, num_own = p.num_own_tokens * kTopK;
     const u32 start = p.rank * num_pairs;
+    if (block_idx() == 0 && thread_idx() < kNumRanks) bounds(p, thread_idx())[p.rank] = p.rank_tokens;
     for (u32 pair = block_idx() * kNumThreads + thread_idx(); pair < num_pairs; pair += num_blocks() * kNumThreads) {
         u32 expert = kUnused;
         float weight = 0.0f;
@@ -146,8 +173,5 @@ DEVICE void bring_pairs(const Params& p, Smem& smem, const Head& head) {
     leave_if_aborted(smem);
     publish_pairs(p, head);
     stage_tokens(p, head);
-    wait_for_ranks(p, smem, kWaitPairs, p.pairs_ready_at);
+    wait_for_pairs(p, smem);
 }
-
-// The whole CTA: until the tokens of all ranks lie ready.
-DEVICE void wait_for_tokens(const Params& p, Smem& smem) { wait_for_ranks(p, smem, kWaitTokens, p.tokens_ready_at); }

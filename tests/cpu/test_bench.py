@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from jitmoe import measure, peers, reference
-from jitmoe.bench import ceilings, methods, records, session, times
+from jitmoe import links, measure, peers, reference
+from jitmoe.bench import ceilings, methods, ranks, records, session, times
 from jitmoe.bench.conditions import conditions
 from jitmoe.bench.points import SHAPES, Points, calls_per_graph, named_shapes, token_counts
 from jitmoe.bench.rows import HEADER, Point, Rates, line, rows_of
@@ -50,6 +50,9 @@ def test_points():
         (lambda: Points(SHAPES, routing="even"), "routing must be one of uniform, .* got 'even'"),
         (lambda: Points({"a": replace(SMALL, top_k=5)}), "needs top_k up to the 4 experts of a"),
         (lambda: Points(SHAPES, (10**6,)), "num_tokens must be"),
+        (lambda: Points(SHAPES, (65_536,), num_ranks=8), "num_tokens must be .* got 524,288"),
+        (lambda: Points({"a": SMALL}, num_ranks=512), "num_experts must be .* got 2,048"),
+        (lambda: Points({"a": replace(SMALL, top_k=9)}, num_ranks=2), "up to the 8 experts of a"),
     ],
 )
 def test_points_are_refused(make, words):
@@ -183,6 +186,9 @@ def test_without_a_gpu(no_gpu):
         (["--tokens", "many"], "tokens must be positive integers"),
         (["--routing", "even"], "routing must be one of"),
         (["--no-cool"], "nothing is left to time"),
+        (["--ranks", 2, "--peers"], "--peers are timed on one rank"),
+        (["--presum"], "--presum is of many ranks, got one"),
+        (["--model", "deepseek-v3", "--ep", 2, "--ranks", 8], "--ranks must be up to the 2 ranks"),
     ],
 )
 def test_mistakes(args, words, no_gpu):
@@ -457,3 +463,208 @@ def _constant(method, value):
             y[:] = encode_bf16(np.full(y.shape, value))
 
     return launch, ys
+
+
+# Many ranks
+
+
+def test_calls_and_experts_of_ranks_are_views(cupy):
+    layer = replace(SMALL, num_tokens=6)
+    for format in ("fp8_block", "bf16"):
+        variant = Variant("swiglu_oai", has_bias=True)
+        call = measure.random_call(replace(layer, format=format), 0, variant=variant)
+        experts = measure.random_experts(replace(layer, format=format), variant, 1, np)
+        first, second = call.of_ranks(2)
+        assert (first.variant, second.format) == (variant, format)
+        for name in ("codes", "scale", "topk_ids", "topk_weights"):
+            array, parts = getattr(call, name), (getattr(first, name), getattr(second, name))
+            assert (
+                (parts == (None, None))
+                if array is None
+                else (
+                    np.array_equal(array, np.concatenate(parts))
+                    and np.shares_memory(array, parts[1])
+                )
+            )
+        assert isinstance(second.x, tuple) == (format == "fp8_block")
+        of_two = experts.of_ranks(2)
+        for whole, *parts in (
+            *zip(experts.layer, *(one.layer for one in of_two), strict=True),
+            *zip(experts.biases, *(one.biases for one in of_two), strict=True),
+        ):
+            assert whole is None or np.array_equal(whole, np.concatenate(parts))
+        assert experts._replace(biases=None).of_ranks(2)[1].biases is None
+
+
+class FakeGroup:
+    """In LocalGroup's place; `is_open` while it may be used."""
+
+    device, is_open = 0, False
+
+    def __init__(self, num_ranks):
+        self.num_ranks = num_ranks
+
+    def __enter__(self):
+        self.is_open = True
+        return self
+
+    def __exit__(self, *_):
+        self.is_open = False
+
+
+def test_a_launch_of_ranks(cupy, monkeypatch):
+    """Lists by rank, outputs that are parts of one array, weights by turns."""
+    cupy.cuda.Stream = lambda non_blocking: "a stream"
+    seen = []
+    monkeypatch.setattr(measure, "mega_moe", lambda *given, **wants: seen.append((given, wants)))
+    monkeypatch.setattr(
+        methods, "GroupWorkspace", lambda group: SimpleNamespace(group=group, check=None)
+    )
+    layer, group = replace(SMALL, num_tokens=6), FakeGroup(2)
+    calls = [measure.random_call(layer, seed, variant=Variant("geglu_erf")) for seed in range(3)]
+    method = methods.of_ranks(layer, calls, [["a", "b"], ["c", "d"]], group, False)
+    y = method.call(1)
+    ((x, ids, router, weights), wants) = seen[0]
+    assert weights == ["c", "d"] and len(x) == 2 and len(x[0]) == 2
+    assert np.array_equal(np.concatenate(ids), calls[1].topk_ids)
+    assert np.array_equal(np.concatenate(router), calls[1].topk_weights)
+    assert wants["group"] is group is wants["workspace"].group and wants["presum"] is False
+    assert wants["activation"] == Activation("geglu_erf") and wants["stream"] == "a stream"
+    wants["out"][1][:] = 7
+    assert (y[3:] == 7).all() and (y[:3] == 0xFFFF).all()
+    method.call(2)
+    assert seen[1][0][3] == ["a", "b"]
+
+
+@pytest.fixture
+def bench_ranks(bench, cupy, monkeypatch):
+    """Experts of each rank's share, by the oracle, in the kernel's place."""
+    cupy.cuda.runtime = SimpleNamespace(memGetInfo=lambda: (1 << 40, 0))
+    monkeypatch.setattr(ranks, "calls_per_graph", lambda num_tokens: 2)
+    monkeypatch.setattr(ranks, "LocalGroup", FakeGroup)
+
+    def y_of(call, weights, **options):
+        w13, w2, w13_scale, w2_scale = weights.tensors
+        inputs = call.codes, call.scale, call.topk_ids, call.topk_weights
+        return reference.mega_moe(*inputs, w13, w13_scale, w2, w2_scale, requantize=True, **options)
+
+    def method_of(calls, y):
+        ys = [encode_bf16(y(call)) for call in calls]
+
+        def launch():
+            for out, call in zip(ys, calls, strict=True):
+                out[:] = encode_bf16(y(call))
+
+        stream = SimpleNamespace(synchronize=lambda: None)
+        capture = (lambda: (launch, ys)), (lambda out: out), lambda: None
+        return methods.Method(stream, len(calls), lambda i: ys[i], *capture)
+
+    def of_ranks(whole, calls, shares, group, presum):
+        assert group.is_open and len(shares) == 4 and len(shares[0]) == group.num_ranks
+
+        def y(call):
+            return np.concatenate(
+                [
+                    sum(
+                        y_of(one, own, first_expert=rank * SMALL.num_experts)
+                        for rank, own in enumerate(shares[0])
+                    )
+                    for one in call.of_ranks(group.num_ranks)
+                ]
+            )
+
+        return method_of(calls, y)
+
+    monkeypatch.setattr(methods, "of_ranks", of_ranks)
+    monkeypatch.setattr(
+        methods, "of_jitmoe", lambda _, calls, sets: method_of(calls, lambda c: y_of(c, sets[0]))
+    )
+    return method_of
+
+
+@pytest.mark.parametrize("most", [ranks.ORACLE_TOKENS, 1], ids=["at once", "rank by rank"])
+def test_session_of_ranks(bench_ranks, monkeypatch, most):
+    monkeypatch.setattr(ranks, "ORACLE_TOKENS", most)
+    points = Points({"small": SMALL}, (1, 3), num_ranks=2, presum=True)
+    rows = list(session.run(points, Protocol(), H200, say=lambda text: None))
+    found = [(r["shape"], r["num_ranks"], r["num_experts"], r["num_tokens"]) for r in rows]
+    assert found == [
+        row for n in (1, 3) for row in (("small x 2", 1, 8, 2 * n), ("small", 2, 4, n))
+    ]
+    assert all(row["status"] == "ok" and row["num_weight_sets"] == 4 for row in rows), rows
+    for one, many in zip(rows[::2], rows[1::2], strict=True):
+        assert (one["flop"], one["num_bytes"]) == (many["flop"], many["num_bytes"])
+        assert many["one_rank_us"] == one["us_median"] and many["of_one_rank"] == 1.0
+        assert many["group"] == "LocalGroup" and many["presum"] is True
+        assert "link_bytes" not in one and "\n" not in line(one)
+    calls = [measure.random_call(replace(SMALL, num_experts=8, num_tokens=6), s) for s in (0, 1)]
+    layer = replace(SMALL, num_tokens=3)
+    counted = [links.counted_links(layer, np.split(call.topk_ids, 2)) for call in calls]
+    mean = links.mean_links(counted[0] + counted[1])
+    assert rows[-1]["link_bytes"] == {
+        "pairs": round(mean.pairs),
+        "once": round(mean.once),
+        "presum": round(mean.presum),
+        "tables": round(mean.tables),
+        "moved": round(mean.presum + mean.tables),
+    }
+    json.dumps(rows, allow_nan=False)
+    start, second = line(rows[-1]).splitlines()
+    assert start.endswith("  small: jitmoe  weights in L2")
+    assert second.lstrip().startswith("2 ranks, presum: 1.000 of one rank's time; MB that each")
+
+
+def test_ranks_that_do_not_fit(bench_ranks, monkeypatch):
+    def of_ranks(*_):
+        raise MemoryError("2 ranks of 9 bytes do not fit on GPU 0")
+
+    monkeypatch.setattr(methods, "of_ranks", of_ranks)
+    points = Points({"small": SMALL}, (3,), num_ranks=2)
+    one, many = session.run(points, Protocol(), H200, say=lambda text: None)
+    assert one["status"] == "ok" and many["status"] == "failed" and many["of_one_rank"] is None
+    assert "FAILED small: jitmoe: MemoryError: 2 ranks of 9 bytes do not fit" in line(many)
+
+
+def test_plans_of_ranks_are_those_of_the_calls():
+    points = Points(SHAPES, num_ranks=8)
+    one, many = ranks.plans(points, H200, SHAPES["S1"], 512)
+    assert (one.num_experts, one.num_ranks) == (256, 1)
+    assert (many.num_experts, many.num_ranks, many.local_ranks, many.presum) == (32, 8, 8, False)
+
+
+def test_weights_leave_room_for_workspaces(bench_ranks, cupy, monkeypatch):
+    """Fewer sets where symmetric memory and workspaces of the largest point need the room."""
+    spared = []
+    sets = measure.expert_sets
+
+    def expert_sets(layer, **options):
+        spared.append(options["spare_bytes"] - measure.SPARE_BYTES)
+        return sets(layer, **options)
+
+    monkeypatch.setattr(measure, "expert_sets", expert_sets)
+    for tokens in ((1,), (3, 1)):
+        points = Points({"small": SMALL}, tokens, num_ranks=2)
+        list(session.run(points, Protocol(), H200, say=lambda text: None))
+    _, plan = ranks.plans(points, H200, SMALL, 3)
+    assert spared[1] > spared[0]
+    assert spared[1] > 2 * (plan.workspace_bytes(6) + plan.symmetric(3).num_bytes)
+
+
+@pytest.mark.parametrize(
+    "args, names, experts",
+    [
+        (["--shapes", "S1"], ["S1"], 32),
+        (["--model", "deepseek-v3"], ["deepseek-v3, 4 ranks"], 64),
+        (["--model", "deepseek-v3", "--ep", 8], ["deepseek-v3, 4 ranks of 8"], 32),
+    ],
+)
+def test_command_of_ranks(args, names, experts, monkeypatch):
+    measured = []
+    monkeypatch.setattr("jitmoe.cli_bench._gpu", lambda: H200)
+    monkeypatch.setattr(
+        session, "run", lambda points, *_, **__: measured.append(points) or iter([])
+    )
+    assert invoke(*args, "--ranks", 4, "--presum").exit_code == 0
+    (points,) = measured
+    assert (points.num_ranks, points.presum) == (4, True) and list(points.layers) == names
+    assert [layer.num_experts for layer in points.layers.values()] == [experts]

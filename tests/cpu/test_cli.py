@@ -15,6 +15,7 @@ from jitmoe.emulate import compile as host
 from jitmoe.jit import build, nvrtc
 from jitmoe.plan.formats import FORMATS
 from jitmoe.plan.gpu import GPUS, KERNEL_ARCHS
+from jitmoe.plan.mega_moe import MegaMoePlan
 from jitmoe.plan.models import MODELS
 from jitmoe.run import driver
 
@@ -105,6 +106,32 @@ def test_plan_of_every_preset(name, gpu):
     for word in ("bucket", "registers", "weight_tiles", "stages", "floor", "bound by", "limits"):
         assert word in text
     assert GPUS[gpu].name in text and f"{GPUS[gpu].num_sms} x 1" in text
+
+
+def test_plan_of_ranks():
+    """Of one of them: its experts, room for the tokens of all, and what it sends."""
+    command = ("plan", "--model", "deepseek-v3", "--tokens", "64")
+    text = invoke(*command, "--ranks", "8", "--presum").stdout
+    assert "deepseek-v3, 8 ranks: 64 tokens" in text and "32 experts" in text
+    assert "ranks          8, each with" in text and "rows summed before" in text
+    report = json.loads(invoke(*command, "--ranks", "8", "--presum", "--json").stdout)
+    plan = MegaMoePlan(**report["plan"])
+    assert (plan.num_ranks, plan.presum, plan.num_experts) == (8, True, 32)
+    assert report["workspace_bytes"] == plan.workspace_bytes(8 * 64)
+    assert report["symmetric_bytes"] == plan.symmetric(64).num_bytes
+    sent = report["link_bytes"]
+    assert sent["moved"] == sent["presum"] + sent["tables"] < 0.7 * sent["pairs"]
+    apart = invoke(*command, "--ranks", "4", "--ep", "8", "--json").stdout
+    apart = json.loads(apart)
+    assert apart["layer"] == "deepseek-v3, 4 ranks of 8" and not apart["plan"]["presum"]
+    assert apart["problem"]["num_experts"] == 32 and apart["plan"]["num_ranks"] == 4
+    sent = apart["link_bytes"]
+    assert abs(sent["moved"] - sent["once"] - sent["tables"]) <= 1
+    alone = json.loads(invoke(*command, "--ep", "8", "--json").stdout)
+    assert alone["floor_us"] == report["floor_us"] and "link_bytes" not in alone
+    assert "--presum is of many ranks" in refusal(*command, "--presum")
+    assert "--ranks must be up to the 2 ranks" in refusal(*command, "--ep", "2", "--ranks", "4")
+    assert "num_tokens must be" in refusal(*command[:-1], "100000", "--ranks", "8")
 
 
 def test_a_preset_brings_its_layer():

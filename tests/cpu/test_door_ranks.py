@@ -347,7 +347,7 @@ def test_launches_are_made_ready_for_layouts_bounds_and_sums(kernel):
         (2, lists_of(3, 2), {}),
         (2, lists_of(3, 3), {"max_num_tokens": 3}),
         (3, lists_of(3, 3), {"max_num_tokens": 4}),
-        (4, lists_of(3, 3), {"presum": False}),
+        (4, lists_of(3, 3), {"presum": True}),
         (5, lists_of(3, 3), {"routed_scaling_factor": 2.0}),
         (5, lists_of(3, 2), {}),
     ):

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from jitmoe import demo, reference
 from jitmoe.cli import app
 from jitmoe.emulate import compile as host
-from jitmoe.emulate import session
+from jitmoe.emulate import ranks_session, session
 from jitmoe.jit import render
 from jitmoe.plan.variant import Activation, Variant
 
@@ -83,6 +83,39 @@ def test_variants():
     assert "swiglu, interleaved, biases, decode kernel" in title and "PASS" in line
 
 
+def test_ranks():
+    """A line a rank; ranks have other numbers of tokens in each launch, and one of them none."""
+    title, line, *lines = invoke(*SMALL, "--ranks", 4, "--tokens", 9).stdout.splitlines()
+    assert title.startswith("layer, 4 ranks: up to 9 tokens a rank, hidden 256")
+    assert "1 experts a rank, top_k 2" in title and "PASS" in line and len(lines) == 4
+    pattern = r"  rank (\d): (\d), (\d), (\d) tokens, relative error 1\.\de-03, worst element \S+"
+    found = [re.fullmatch(pattern, line).groups() for line in lines]
+    assert found == [
+        tuple(map(str, row)) for row in [(0, 3, 5, 7), (1, 5, 7, 9), (2, 7, 9, 3), (3, 9, 0, 5)]
+    ]
+    counts = [ranks_session.rank_counts(1, 2, launch) for launch in range(3)]
+    assert counts == [[1, 1], [1, 0], [1, 1]]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--ranks", 2, "--presum", "--tokens", 5, "--checked"],
+        ["--ranks", 2, "--tokens", 150, "--routing", "unused", "--format", "bf16", "--bias"],
+        ["--ranks", 8, "--experts", 8, "--routing", "one_expert", "--gate-up", "interleaved"],
+        ["--ranks", 2, "--ep", 4, "--tokens", 3, "--weight-on-input"],
+    ],
+    ids=lambda options: " ".join(map(str, options)),
+)
+def test_variants_of_ranks(options):
+    report = json.loads(invoke(*SMALL, *options, "--json").stdout)
+    (row,) = report["seeds"]
+    assert report["is_right"] and report["num_ranks"] == len(row["ranks"]) == options[1]
+    assert report["presum"] == ("--presum" in options)
+    for name in ("relative_error", "worst_element"):
+        assert row[name] == max(rank[name] for rank in row["ranks"]) > 0
+
+
 @pytest.mark.parametrize("format", ["fp8_channel", "fp8_tensor", "bf16"])
 def test_formats(format):
     title, line = invoke(*SMALL, "--format", format).stdout.splitlines()
@@ -144,6 +177,9 @@ def test_layers_as_gpt_oss_checkpoints_are(tmp_path):
         ([*SMALL, "--activation", "silu"], ["activation must be one of", "got 'silu'; take"]),
         ([*SMALL, "--format", "fp8_row"], ["format must be one of", "got 'fp8_row'; take"]),
         ([*SMALL, "--gate-up", "up"], ["gate_up must be one of", "got 'up'; say"]),
+        ([*SMALL, "--ranks", "3"], ["ep must divide the 4 experts", "got 3"]),
+        ([*SMALL, "--ranks", "4", "--ep", "2"], ["--ranks must be up to the 2", "got 4"]),
+        ([*SMALL, "--presum"], ["--presum is of many ranks, got one"]),
         ([*SMALL, "--tokens", "262145"], ["num_tokens", "got 262,145; split"]),
     ],
 )
@@ -152,7 +188,7 @@ def test_mistakes(args, parts):
     assert all(part in message for part in parts), message
 
 
-@pytest.mark.parametrize("option", ["--tokens", "--blocks", "--seeds", "--jobs"])
+@pytest.mark.parametrize("option", ["--tokens", "--blocks", "--seeds", "--jobs", "--ranks"])
 def test_counts_from_one(option):
     assert "Invalid value" in invoke(option, 0, code=2).stderr
 
@@ -202,7 +238,7 @@ def replay_of(text):
 
 
 def test_a_kernel_that_computes_something_else(damage):
-    damage("roles/combine.cuh", "+= bf16_low(words[w]);", "-= bf16_low(words[w]);")
+    damage("roles/sums.cuh", "+= bf16_low(words[w]);", "-= bf16_low(words[w]);")
     options = ["--activation", "geglu_tanh", "--gate-up", "up_first", "--weight-on-input", "--bias"]
     options += ["--format", "fp8_channel"]
     replayed = replay_of(invoke(*SMALL, *options, code=1).stdout)
@@ -226,6 +262,27 @@ def test_a_kernel_that_stalls(damage):
     (row,) = report["seeds"]
     assert not report["is_right"] and row["relative_error"] is row["steps"] is None
     assert "waits for" in row["report"] and report["replay"].startswith("jitmoe emulate --hidden")
+
+
+def test_ranks_whose_kernel_is_wrong(damage):
+    """The sum of a rank's rows goes to the second slot of them instead of the first."""
+    damage("roles/many_ranks.cuh", "__ffs(used) - 1); }", "__ffs(used & (used - 1)) - 1); }")
+    options = ["--ranks", "2", "--tokens", "5", "--seed", "4"]
+    text = invoke(*SMALL, *options, "--presum", "--seeds", 2, code=1).stdout
+    assert "seed 4: FAIL, relative error" in text and "seed 5" not in text
+    replayed = replay_of(text)
+    assert {"--ranks", "--presum"} <= set(replayed)
+    assert "seed 4: FAIL" in invoke(*replayed, code=1).stdout
+    assert invoke(*SMALL, *options).stdout.count("rank 1") == 1
+
+
+def test_ranks_that_wait_for_ever(damage):
+    damage(
+        "roles/exchange.cuh", "rank < kNumRanks; rank += kWarpThreads) {", "rank < 1; rank += 99) {"
+    )
+    text = invoke(*SMALL, "--ranks", "2", "--tokens", "5", "--presum", code=1).stdout
+    assert "seed 0: FAIL, stopped after" in text and "waits for" in text
+    assert {"--ranks", "--presum"} <= set(replay_of(text))
 
 
 def test_a_kernel_that_does_not_compile(damage):

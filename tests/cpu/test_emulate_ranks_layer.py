@@ -254,3 +254,13 @@ def test_who_waits_for_a_killed_rank_says_so(bucket):
             seen.add(int(wait))
         assert 1 in named
     assert {WAIT_PAIRS, WAIT_EXPERT} <= seen
+
+
+@pytest.mark.parametrize("bucket", BUCKETS)
+def test_bounds_that_differ_are_noticed_by_the_kernel(bucket):
+    ranks = Ranks(plan_of(bucket, 3), room=16)  # tables overlap then, a race before it is noticed
+    tokens = ranks.draw((5, 8, 3))
+    ranks.emulated(ranks.calls(tokens), rank_tokens=[8, 16, 8], expire=True)
+    said = [tuple(map(int, each.status[[0, 1, 4, 5]])) for each in ranks.emulated.ranks]
+    assert (1, 18, 1, 16) in said, "kWaitBound, of rank 1, which has 16"
+    assert all(status[0] == 1 for status in said), "no rank takes tables that mean something else"

@@ -45,8 +45,25 @@ def test_shared_expert():
     assert "6 routed experts and one shared" in run(ROOT / "examples/07_shared_expert.py")
 
 
+def test_many_ranks():
+    lines = run(ROOT / "examples/09_many_ranks.py", CUDA_VISIBLE_DEVICES="").splitlines()
+    assert lines[0] == "no GPU here: emulated on this CPU"
+    counts = [re.match(r"rank (\d) of 4: (\d+) tokens, relative error \d", x) for x in lines[1:]]
+    assert [count.groups() for count in counts] == [
+        *zip("0123", ("9", "3", "0", "24"), strict=True)
+    ]
+
+
 @pytest.mark.parametrize(
-    "name", ["02_first_layer", "05_torch", "06_transformers", "08_transformers_speed"]
+    "name",
+    [
+        "02_first_layer",
+        "05_torch",
+        "06_transformers",
+        "08_transformers_speed",
+        "10_torchrun",
+        "11_mpi",
+    ],
 )
 def test_examples_say_that_they_need_a_gpu(name):
     text = run(ROOT / f"examples/{name}.py", CUDA_VISIBLE_DEVICES="")
@@ -261,6 +278,26 @@ def test_tables():
     eager = text.split("S1, eager")[1].split("####")[0]
     assert "relative error" not in eager, "empty columns are left out"
     assert module.updated(text, rows) == text, "making them twice changes nothing"
+
+
+def test_tables_of_ranks():
+    """With and without presum apart, beside one rank; and never in the place of one rank."""
+    module = make_tables()
+    sent = {"pairs": 2e7, "once": 1.6e7, "presum": 1.3e7, "tables": 1e6}
+    ranks = {"num_ranks": 8, "one_rank_us": 290.0, "of_one_rank": 1.0345, "group": "LocalGroup"}
+    rows = [
+        record(8, 305.0),
+        record(8, 300.0, **ranks, presum=True, link_bytes=sent | {"moved": 1.4e7}),
+        record(8, 310.0, **ranks, link_bytes=sent | {"moved": 1.7e7}),
+    ]
+    text = module.figures(rows, [], False)
+    assert text.count("####") == 3 and "32 experts and tokens of each rank, hidden 7168" in text
+    one, many, summed = sorted(text.split("\n#### "), key=len)
+    assert "one rank us" not in one and "MB sent" not in one
+    assert "S1, 8 ranks, graph" in many and "S1, 8 ranks, presum, graph" in summed
+    assert "| 290 | 1.034 | 14 | 0.70 |" in summed and "| 290 | 1.034 | 17 | 0.85 |" in many
+    (point,) = records.compare(rows, PUBLISHED)["S1"]
+    assert point.us == 305.0
 
 
 def test_comparison():

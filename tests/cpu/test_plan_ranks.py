@@ -90,6 +90,7 @@ def test_symmetric_memory_by_hand(bucket):
         "pairs_ready": 4 * 4,
         "tokens_ready": 4 * 4,
         "expert_done": 4 * 8,
+        "bounds": 2 * 4 * 4,
         "pair_experts": 2 * 4 * pairs,
         "pair_weights": 2 * 4 * pairs,
         "staged_x": 2 * 10 * 256,
@@ -132,11 +133,15 @@ def test_more_counters_and_shared_memory_than_one_rank(bucket):
 
 
 @pytest.mark.parametrize("bucket", BUCKETS)
-def test_parameters_of_ranks_come_last(bucket):
+def test_parameters_of_ranks_come_last_but_for_an_address_of_the_call(bucket):
     one, many = (plan_of(bucket, num_ranks=num).params for num in (1, 8))
-    assert many[: len(one)] == one
+    names = [param.name for param in many]
+    assert names[names.index("expert_counts") + 1] == "expert_map"
+    many = [param for param in many if param.name != "expert_map"]
+    assert tuple(many[: len(one)]) == one
     offsets = [f"{name}_at" for name in SYMMETRIC]
     own = ["rank", "rank_tokens", "num_own_tokens", "rank_capacity"]
+    own += ["num_logical_experts", "max_replicas"]
     assert [param.name for param in many[len(one) :]] == ["peers", *offsets, *own]
 
 

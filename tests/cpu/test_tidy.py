@@ -27,7 +27,9 @@ JITMOE_ARROWS = {
     "emulate": {"plan", "jit", "settings", "mxfp4", "reference", "reference_biases", "emulate"},
     "tracing": {"plan", "jit", "tracing"},
     "peers": {"peers"},
-    "bench": {"plan", "jit", "run", "fp8", "reference", "weights", "measure", "peers", "bench"},
+    "bench": {
+        *("plan", "jit", "run", "fp8", "reference", "weights", "measure", "links", "peers", "bench")
+    },
     "integrations": {"integrations", "mxfp4", *jitmoe.__all__},
 }
 PACKAGES = {
@@ -97,6 +99,8 @@ ORDER = {
         "methods",
         "trial",
         "rows",
+        "setting",
+        "ranks",
         "session",
         "conditions",
         "records",
