@@ -148,7 +148,7 @@ def _print_table(console: Console, rows: list[dict]) -> None:
 
 def _bucket_tokens(plan: MegaMoePlan, layer: MoeProblem) -> tuple[int, int]:
     """The first and the last token count the bucket of `plan` serves."""
-    if heuristics.has_one_bucket(plan.format, plan.batch_invariant):
+    if heuristics.has_one_bucket(plan.format, plan.batch_invariant, plan.num_ranks > 1):
         return 0, problem.MAX_TOKENS
     limit = heuristics.decode_limit(layer)
     return (0, limit) if plan.bucket == "decode" else (limit + 1, problem.MAX_TOKENS)

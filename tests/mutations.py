@@ -468,7 +468,7 @@ def rank_outputs(text: str, case: Case, seed: int) -> Iterator[np.ndarray]:
         x, ids, weights = launch_of(case, counts)[0]
         own = [slice(end - n, end) for n, end in zip(counts, np.cumsum(counts), strict=True)]
         rounds.append([Call(encode(x[i]), ids[i].astype(id_type), weights[i]) for i in own])
-    for ys in emulated.run(rounds, seed=seed, delays=True, timeout_s=120):
+    for ys in emulated.run(rounds, seed=seed, delays=True, timeout_s=30):
         yield np.concatenate(ys)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from jitmoe.plan.formats import format_of
 from jitmoe.plan.gpu import GpuSpec
 from jitmoe.plan.mega_moe import MegaMoePlan
+from jitmoe.plan.mega_moe_check import NO_PREFILL_OF_RANKS
 from jitmoe.plan.plan import PlanError
 from jitmoe.plan.problem import MAX_TOKENS, QUANT_GROUP, MoeProblem
 from jitmoe.plan.variant import is_gated
@@ -89,10 +90,11 @@ def choose(problem: MoeProblem, gpu: GpuSpec, **variant) -> MegaMoePlan:
         )
     name, has_bias = bucket(problem), variant.get("has_bias", False)
     is_mx = format_of(problem.format).is_mx
-    if has_one_bucket(problem.format, variant.get("batch_invariant", False)):
+    many_ranks = variant.get("num_ranks", 1) > 1
+    if has_one_bucket(problem.format, variant.get("batch_invariant", False), many_ranks):
         name = "decode"
     sizes = {"decode": MX_SIZES, "prefill": EXPAND_SIZES} if is_mx else SIZES
-    producer_regs, math_regs = _registers(name, problem, variant.get("num_ranks", 1) > 1)
+    producer_regs, math_regs = _registers(name, problem, many_ranks)
     for num_stages, num_task_slots, num_local_pairs, *packed in sizes[name]:
         plan = MegaMoePlan(
             arch=gpu.arch,
@@ -124,9 +126,7 @@ def _registers(name: str, problem: MoeProblem, many_ranks: bool) -> tuple[int, i
     """
     form = format_of(problem.format)
     if name == "prefill" and form.is_mx:
-        if not form.quantizes:
-            return 64, 192
-        return (40, 216) if many_ranks else (48, 208)
+        return (48, 208) if form.quantizes else (64, 192)
     if name == "prefill":
         return 56, 224
     if many_ranks and form.quantizes:
@@ -162,9 +162,12 @@ def plans_of_model(problem: MoeProblem, gpu: GpuSpec, **variant) -> dict[str, Me
     return plans
 
 
-def has_one_bucket(format: str, batch_invariant: bool) -> bool:
-    """Whether decode serves all token counts: MXFP4 in prefill is added up in another order."""
-    return batch_invariant and format_of(format).is_mx
+def has_one_bucket(format: str, batch_invariant: bool, many_ranks: bool) -> bool:
+    """Whether decode serves all token counts: MXFP4 in prefill is added up in another order, and of
+    many ranks may have no kernel.
+    """
+    is_mx = format_of(format).is_mx
+    return batch_invariant and is_mx or many_ranks and format in NO_PREFILL_OF_RANKS
 
 
 def decode_limit(problem: MoeProblem) -> int:

@@ -7,6 +7,10 @@ from jitmoe.plan.gpu import KERNEL_ARCHS
 from jitmoe.plan.plan import PlanError
 from jitmoe.plan.problem import MAX_RANKS, MoeProblem
 
+# Kernels that spill with many ranks (NVRTC 12.9 and 13.0, 2026-11-30).
+NO_PREFILL_OF_RANKS = ("mxfp4_fp8",)  # at most shapes; decode's serves all token counts
+MAX_SLOTS_OF_RANKS = {"mxfp4_bf16": 8}  # in decode
+
 
 def check(plan) -> None:
     """Raises PlanError, one sentence, for a MegaMoePlan that there is no kernel for."""
@@ -52,7 +56,20 @@ def _check_ranks(plan) -> None:
             "a launch serves one rank or all of them: local_ranks must be 1 or num_ranks, "
             f"{plan.num_ranks}, got {plan.local_ranks}"
         )
-    if plan.num_ranks > 1 and plan.trace and plan.split_tokens:
+    if plan.num_ranks == 1:
+        return
+    if plan.split_tokens and plan.format in NO_PREFILL_OF_RANKS:
+        raise PlanError(
+            f"no kernel of the prefill bucket multiplies {plan.format} on many ranks, for want of "
+            "registers; take that of the decode bucket"
+        )
+    most = MAX_SLOTS_OF_RANKS.get(plan.format, plan.top_k)
+    if not plan.split_tokens and plan.top_k > most:
+        raise PlanError(
+            f"top_k must be at most {most} for {plan.format} on many ranks, for want of registers, "
+            f"got {plan.top_k}; take mxfp4_fp8"
+        )
+    if plan.trace and plan.split_tokens:
         raise PlanError(
             "no kernel of the prefill bucket is traced with many ranks, for want of registers; "
             "trace fewer tokens a rank, in the decode bucket, or one rank"

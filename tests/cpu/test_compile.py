@@ -82,6 +82,39 @@ NO_GATE = [
     ("gelu_erf_no_gate", "mxfp4_fp8", False),
     ("gelu_erf_no_gate", "mxfp4_bf16", True),
 ]
+# Plan fields of many ranks, each a launch of its own or all in one. Kernels that need other registers
+# than one rank's: MXFP4 beside e4m3, biases, one expert and slot; as many slots as there may be.
+RANKS = {
+    "S1": {"num_ranks": 8},
+    "S2": {"num_ranks": 8, "local_ranks": 8},
+    "S4": {"num_ranks": 4, "presum": False},
+}
+RANK_SHAPES = [
+    (ModelShape("ragged 320", 2048, 320, 16, 4, "test"), "mxfp4_fp8", {"num_ranks": 8}),
+    (
+        ModelShape("biases", 2048, 768, 16, 4, "test"),
+        "fp8_block",
+        {"num_ranks": 2, "has_bias": True},
+    ),
+    (ModelShape("one expert", 2048, 768, 1, 1, "test"), "fp8_block", {"num_ranks": 64}),
+    (ModelShape("most slots", 2880, 2880, 32, 32, "test"), "bf16", {"num_ranks": 8}),
+]
+
+
+def plans_with_ranks(gpu):
+    """Plan -> what it is for."""
+    plans = {}
+    for name, fields in RANKS.items():
+        for plan in plans_of_model(SHAPES[name], gpu, **fields).values():
+            plans[plan] = f"{name} {plan.bucket} of {plan.num_ranks} ranks"
+    for shape, format, fields in RANK_SHAPES:
+        for plan in plans_of_model(shape.problem(1, format=format), gpu, **fields).values():
+            plans[plan] = f"{format} {shape.name} {plan.bucket} of {plan.num_ranks} ranks"
+    model = MODELS["gpt-oss-120b"]
+    fields = model.variant.plan_fields | {"num_ranks": 8}
+    for plan in plans_of_model(model.problem(1, 8), gpu, **fields).values():
+        plans[plan] = f"gpt-oss-120b {plan.bucket} of 8 ranks"
+    return plans
 
 
 def shipped_plans():
@@ -119,7 +152,7 @@ def shipped_plans():
             for plan in plans_of_model(alone.problem(1, format=format), gpu, **fields).values():
                 name = f"{format} {kind} {shape.name} {plan.bucket}{', biases' * has_bias}"
                 plans.setdefault(plan, name)
-    return plans
+    return plans | plans_with_ranks(gpu)
 
 
 PLANS = shipped_plans()

@@ -218,6 +218,44 @@ def test_no_races(bucket, presum):
         ranks.run(counts, seed)
 
 
+@pytest.mark.parametrize("presum", [True, False])
+@pytest.mark.parametrize("bucket", BUCKETS)
+def test_ranks_drift_apart(bucket, presum):
+    """Launches in a row, of which a rank may be in the next while others are in the last."""
+    ranks = Ranks(plan_of(bucket, 3, presum=presum), room=30)
+    sizes = [(3, 0, 30), (7, 2, 1), (0, 12, 5)]
+    rounds = [ranks.draw(counts, seed) for seed, counts in enumerate(sizes)]
+    calls = [ranks.calls(tokens) for tokens in rounds]
+    for seed in range(8):
+        for ys, tokens in zip(
+            ranks.emulated.run(calls, seed=seed, delays=True), rounds, strict=True
+        ):
+            ranks.check(ys, tokens)
+
+
+# Numbers of `enum Wait`: of routing, tokens and rows of other ranks.
+WAIT_PAIRS, WAIT_TOKENS, WAIT_EXPERT = 15, 16, 17
+
+
+@pytest.mark.parametrize("bucket", BUCKETS)
+def test_who_waits_for_a_killed_rank_says_so(bucket):
+    """Or for a rank that gave up for its sake. Nobody waits for anything else."""
+    plan, seen = plan_of(bucket, 3), set()
+    for step in (1, 1000, *range(40_000, 340_000, 60_000)):
+        ranks = Ranks(plan, room=12, num_blocks=1)
+        calls = [ranks.calls(ranks.draw((12, 5, 9)))] * 2
+        ranks.emulated.run(calls, kill=(1, step), expire=True)
+        statuses = [rank.status for rank in ranks.emulated.ranks]
+        assert not statuses[1].any()
+        named = set()
+        for given_up, wait, _, _, index, *_ in statuses[0], statuses[2]:
+            assert given_up == 1 and wait in (WAIT_PAIRS, WAIT_TOKENS, WAIT_EXPERT)
+            named.add(index // plan.num_experts if wait == WAIT_EXPERT else index)
+            seen.add(int(wait))
+        assert 1 in named
+    assert {WAIT_PAIRS, WAIT_EXPERT} <= seen
+
+
 @pytest.mark.parametrize("bucket", BUCKETS)
 def test_bounds_that_differ_are_noticed_by_the_kernel(bucket):
     ranks = Ranks(plan_of(bucket, 3), room=16)  # tables overlap then, a race before it is noticed

@@ -30,7 +30,8 @@ def test_the_survivors_exist():
 def test_every_role_is_mutated():
     files = {mutant.file for mutant in MUTANTS.values()}
     roles = Path(mutations.__file__).parents[1] / "templates" / "roles"
-    assert {f"roles/{path.name}" for path in roles.iterdir()} <= files
+    missing = {f"roles/{path.name}" for path in roles.iterdir()} - files
+    assert missing == {"roles/no_exchange.cuh"}, "which does nothing"
     assert len(MUTANTS) > 120
 
 

@@ -69,6 +69,16 @@ def test_traced_prefill_is_refused():
         replace(plan_of("prefill", num_ranks=2), trace=True).check(H200)
 
 
+def test_kernels_that_would_spill_are_refused():
+    packed = plan_of("prefill", replace(SMALL, format="mxfp4_fp8"))
+    with pytest.raises(PlanError, match="prefill bucket multiplies mxfp4_fp8 on many ranks, .* take"):
+        replace(packed, num_ranks=2).check(H200)
+    slots = replace(SMALL, format="mxfp4_bf16", top_k=9)
+    plans(slots)
+    with pytest.raises(PlanError, match="top_k must be at most 8 for mxfp4_bf16 on .*, got 9; take"):
+        plans(slots, num_ranks=2)
+
+
 @pytest.mark.parametrize("bucket", BUCKETS)
 def test_symmetric_memory_by_hand(bucket):
     """10 tokens of each of 4 ranks with 2 experts, 3 slots."""
@@ -99,7 +109,10 @@ def test_symmetric_memory_by_hand(bucket):
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("presum", [True, False])
 def test_symmetric_memory_is_the_same_in_both_buckets(format, presum):
-    decode, prefill = plans(replace(SMALL, format=format), num_ranks=8, presum=presum).values()
+    found = plans(replace(SMALL, format=format), num_ranks=8, presum=presum)
+    assert list(found) == (["decode"] if format == "mxfp4_fp8" else list(BUCKETS))
+    decode = found["decode"]
+    prefill = replace(decode, bucket="prefill")
     for rank_tokens in (0, 1, 64, 1000):
         assert decode.symmetric(rank_tokens) == prefill.symmetric(rank_tokens)
     width = FORMATS[format].element_bytes
@@ -158,7 +171,7 @@ def test_ranks_wait_for_each_other_in_the_whole_grid(bucket):
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_most_experts_fit(format):
-    problem = MoeProblem(1, 256, 128, MAX_EXPERTS, 32, format)
+    problem = MoeProblem(1, 256, 128, MAX_EXPERTS, 8 if format == "mxfp4_bf16" else 32, format)
     for plan in plans(problem, num_ranks=MAX_RANKS).values():
         assert plan.smem.num_bytes <= H200.smem_bytes
         assert region(plan.symmetric(1), "expert_done").shape == (MAX_RANKS * MAX_EXPERTS,)
