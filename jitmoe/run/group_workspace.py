@@ -23,6 +23,7 @@ class GroupWorkspace:
         self.group = group
         self.workspaces = [Workspace(group.device, timeout_s=timeout_s) for _ in group.ranks]
         self._shared: dict[MemoryMap, tuple[SymmetricMemory, object]] = {}
+        self._retired: list[tuple[MemoryMap, tuple[SymmetricMemory, object]]] = []
         self._plans: set[tuple[Plan, int]] = set()
         self._capacity = 0
         self.ready: dict = {}  # launches that callers made ready (fused_ranks.py)
@@ -40,7 +41,7 @@ class GroupWorkspace:
         """
         if rank_tokens > self._capacity:
             _refuse_capture(stream, f"memory for {rank_tokens} tokens a rank")
-            self.close()
+            self._retire()
             self._capacity = -(-rank_tokens // 64) * 64
         regions = plan.symmetric(self._capacity)
         if regions not in self._shared:
@@ -58,17 +59,27 @@ class GroupWorkspace:
             device.synchronize()
         return memory, table
 
+    def _retire(self) -> None:
+        self.ready.clear()
+        if any(workspace.is_captured for workspace in self.workspaces):
+            self._retired += self._shared.items()  # a captured graph still points to it
+            self._shared.clear()
+        else:
+            self.close()
+
     def close(self) -> None:
-        """Collective: give symmetric memory back, when no rank's launches use it any more. A later
-        call takes new.
+        """Collective: give symmetric memory back, when no rank's launches use it any more; captured
+        graphs must not be launched after it. A later call takes new.
         """
         import cupy
 
         cupy.cuda.Device(self.group.device).synchronize()
         self.group.barrier()
-        self.ready.clear()  # the only launches that know it
-        while self._shared:
-            self._shared.popitem()[1][0].close()
+        self.ready.clear()
+        for _, (memory, _) in (*self._shared.items(), *self._retired):
+            memory.close()
+        self._shared.clear()
+        self._retired.clear()
 
     def enter(self, plan: Plan, rank_tokens: int, digest: str) -> None:
         """Collective before the first launch of a plan, whose kernel is loaded: no rank may wait
@@ -93,7 +104,7 @@ class GroupWorkspace:
         for workspace in self.workspaces:
             workspace.reset()
         with cupy.cuda.Device(self.group.device) as device:
-            for regions, (memory, _) in self._shared.items():
+            for regions, (memory, _) in (*self._shared.items(), *self._retired):
                 for rank in self.group.ranks:
                     _zero(memory.bases[rank], regions.offsets["pair_experts"])
             device.synchronize()

@@ -134,6 +134,11 @@ class Workspace:
         if not self._captured:
             self._captured = is_capturing(stream)
 
+    @property
+    def is_captured(self) -> bool:
+        """Whether a captured graph points to this memory."""
+        return self._captured
+
     def bank_words(self, plan: Plan) -> int:
         """Words of one bank of counters at the reserved capacity."""
         return plan.bank_words(self._controls[plan][0])

@@ -374,6 +374,18 @@ def test_memory_that_moves_makes_launches_ready_again(kernel):
     assert newest.generation == ranks.workspace.generation
 
 
+@pytest.mark.parametrize("is_captured", [True, False])
+def test_memory_of_a_captured_graph_outlives_growth(kernel, monkeypatch, is_captured):
+    ranks = Ranks(2)
+    ranks(lists_of(3, 3))
+    [(first, _)] = ranks.workspace._shared.values()
+    monkeypatch.setattr(ranks.workspace.workspaces[1], "_captured", is_captured)
+    ranks(lists_of(3, 100))
+    assert bool(first.bases) == is_captured
+    ranks.workspace.close()
+    assert not first.bases
+
+
 def test_captures_need_memory_that_is_there(kernel):
     ranks = Ranks(2)
     kernel.is_capturing = True
