@@ -82,13 +82,13 @@ NO_GATE = [
     ("gelu_erf_no_gate", "mxfp4_fp8", False),
     ("gelu_erf_no_gate", "mxfp4_bf16", True),
 ]
-# Plan fields of many ranks, each a launch of its own or all in one. Kernels that need other registers
-# than one rank's: MXFP4 beside e4m3, biases, one expert and slot; as many slots as there may be.
+# Plan fields of many ranks, each a launch of its own or all in one.
 RANKS = {
     "S1": {"num_ranks": 8},
     "S2": {"num_ranks": 8, "local_ranks": 8},
     "S4": {"num_ranks": 4, "presum": False},
 }
+# What spills with one rank's registers, or loads, and as many slots as there may be.
 RANK_SHAPES = [
     (ModelShape("ragged 320", 2048, 320, 16, 4, "test"), "mxfp4_fp8", {"num_ranks": 8}),
     (

@@ -71,11 +71,15 @@ def test_traced_prefill_is_refused():
 
 def test_kernels_that_would_spill_are_refused():
     packed = plan_of("prefill", replace(SMALL, format="mxfp4_fp8"))
-    with pytest.raises(PlanError, match="prefill bucket multiplies mxfp4_fp8 on many ranks, .* take"):
+    with pytest.raises(
+        PlanError, match="prefill bucket multiplies mxfp4_fp8 on many ranks, .* take"
+    ):
         replace(packed, num_ranks=2).check(H200)
     slots = replace(SMALL, format="mxfp4_bf16", top_k=9)
     plans(slots)
-    with pytest.raises(PlanError, match="top_k must be at most 8 for mxfp4_bf16 on .*, got 9; take"):
+    with pytest.raises(
+        PlanError, match="top_k must be at most 8 for mxfp4_bf16 on .*, got 9; take"
+    ):
         plans(slots, num_ranks=2)
 
 
