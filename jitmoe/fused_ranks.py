@@ -65,7 +65,6 @@ def run(
     memory.check()
     is_local = isinstance(group, LocalGroup)
     ranks = [_read(*one) for one in (_by_rank(group, given) if is_local else [given.values()])]
-    _check_alike(group, ranks)
     bound = _bound(group, ranks, max_num_tokens)
     map_address, map_shape = read_expert_map(expert_map, ranks[0].weights.device)
     if stream is None:
@@ -209,6 +208,7 @@ def _make_ready(
     key: tuple,
 ) -> Ready:
     group, first = memory.group, ranks[0]
+    _check_alike(group, ranks)
     num_addresses = len(first.addresses) + 1  # and expert_map's
     variant = Variant(*wants, **first.weights.variant_fields)
     plan = find_plan(group, first.weights, bound, first.fit.top_k, presum, variant)
