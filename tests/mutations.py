@@ -194,6 +194,11 @@ EQUIVALENT = {
     "roles/feed.cuh: task.k_begin -> 0": "prefill has no parts: it is 0",
     "roles/expand.cuh: task.k_begin -> 0": "the same",
     "roles/bias.cuh: without sync_warp();": "only keeps the compiler from loading all ahead",
+    "roles/many_ranks.cuh: load_relaxed_gpu( -> *( #2": "behind the flags of all ranks a "
+    "plain load will do",
+    "roles/exchange.cuh: bank_start(p, 1, kRowBytes) -> 0": "a rank whose launch has ended has "
+    "rows of all experts that its tokens go to, whose ranks have fetched the tokens before",
+    "roles/exchange.cuh: bank_start(p, 1, kXQuantScaleStride) -> 0": "the same",
     "roles/routing.cuh: load_relaxed_gpu( -> *(": "behind the grid barrier a plain load will do",
 }
 # Mutants that no schedule so far has shown to be wrong: why.
@@ -315,10 +320,13 @@ CASES = (
     _case("decode", (384, 80, 4, 2), (70, 5), format="fp8_channel"),
     _case("prefill", (256, 144, 2, 2), (120,), format="fp8_channel"),
     # Ranks that drift apart, sort locally and together, send sums and rows.
-    _case("decode", (256, 80, 3, 3), ((5, 0, 9), (2, 7, 1), (0, 3, 4)), num_ranks=3),
     _case(
-        *("prefill", (256, 80, 2, 3), ((5, 0, 40), (70, 2, 1), (1, 30, 9))),
-        **{"num_ranks": 3},
+        *("decode", (256, 80, 3, 3), ((5, 0, 9), (2, 7, 1), (0, 3, 4))),
+        **{"num_ranks": 3, "presum": True},
+    ),
+    _case(
+        *("prefill", (640, 80, 3, 3), ((5, 0, 40), (70, 2, 1), (1, 30, 9))),
+        **{"num_ranks": 3, "presum": True},
     ),
     _case(
         *("decode", (256, 80, 3, 3), ((5, 0, 9), (2, 7, 1), (9, 3, 4)), "duplicates"),
@@ -328,7 +336,10 @@ CASES = (
         *("prefill", (256, 80, 2, 3), ((5, 0, 40), (70, 2, 1)), "duplicates"),
         **{"num_ranks": 3, "presum": False},
     ),
-    _case("decode", (288, 80, 2, 2), ((5, 0, 9), (2, 7, 1)), num_ranks=3, format="bf16"),
+    _case(
+        *("decode", (288, 80, 2, 2), ((5, 0, 9), (2, 7, 1))),
+        **{"num_ranks": 3, "presum": True, "format": "bf16"},
+    ),
     # A warp that has fallen behind by a whole grid barrier.
     _case("decode", (128, 48, 100, 2), (8,), num_local_pairs=2, num_blocks=3, schedules=4),
 )

@@ -84,13 +84,17 @@ NO_GATE = [
 ]
 # Plan fields of many ranks, each a launch of its own or all in one.
 RANKS = {
-    "S1": {"num_ranks": 8},
+    "S1": {"num_ranks": 8, "presum": True},
     "S2": {"num_ranks": 8, "local_ranks": 8},
-    "S4": {"num_ranks": 4, "presum": False},
+    "S4": {"num_ranks": 4},
 }
 # What spills with one rank's registers, or loads, and as many slots as there may be.
 RANK_SHAPES = [
-    (ModelShape("ragged 320", 2048, 320, 16, 4, "test"), "mxfp4_fp8", {"num_ranks": 8}),
+    (
+        ModelShape("ragged 320", 2048, 320, 16, 4, "test"),
+        "mxfp4_fp8",
+        {"num_ranks": 8, "presum": True},
+    ),
     (
         ModelShape("biases", 2048, 768, 16, 4, "test"),
         "fp8_block",
@@ -111,7 +115,7 @@ def plans_with_ranks(gpu):
         for plan in plans_of_model(shape.problem(1, format=format), gpu, **fields).values():
             plans[plan] = f"{format} {shape.name} {plan.bucket} of {plan.num_ranks} ranks"
     model = MODELS["gpt-oss-120b"]
-    fields = model.variant.plan_fields | {"num_ranks": 8}
+    fields = model.variant.plan_fields | {"num_ranks": 8, "presum": True}
     for plan in plans_of_model(model.problem(1, 8), gpu, **fields).values():
         plans[plan] = f"gpt-oss-120b {plan.bucket} of 8 ranks"
     return plans

@@ -22,9 +22,10 @@ BUCKETS = ("decode", "prefill")
 
 @cache
 def plan_of(bucket, num_ranks, experts_each=2, top_k=2, format="fp8_block", **fields):
-    """As a GPU would run it, but for a shorter ring."""
+    """As a GPU would run it; rows are summed before they travel unless it is said."""
     problem = MoeProblem(1, HIDDEN, INTERMEDIATE, experts_each, top_k, format)
-    return plans_of_model(problem, GPUS["h200"], num_ranks=num_ranks, **fields)[bucket]
+    fields = {"num_ranks": num_ranks, "presum": True} | fields
+    return plans_of_model(problem, GPUS["h200"], **fields)[bucket]
 
 
 @cache
