@@ -196,6 +196,8 @@ EQUIVALENT = {
     "roles/bias.cuh: without sync_warp();": "only keeps the compiler from loading all ahead",
     "roles/many_ranks.cuh: load_relaxed_gpu( -> *( #2": "behind the flags of all ranks a "
     "plain load will do",
+    "roles/combine_many_ranks.cuh: before != kUnused && -> true &&": "an unused slot's expert "
+    "is of no rank",
     "roles/exchange.cuh: bank_start(p, 1, kRowBytes) -> 0": "a rank whose launch has ended has "
     "rows of all experts that its tokens go to, whose ranks have fetched the tokens before",
     "roles/exchange.cuh: bank_start(p, 1, kXQuantScaleStride) -> 0": "the same",
