@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from jitmoe import fused_ranks
@@ -131,7 +132,14 @@ def mega_moe(
         *(activation, routed_scaling_factor, apply_router_weight_on_input),
         *(first_expert, batch_invariant),
     )
-    if group is not None and group.num_ranks > 1:
+    is_alone = group is None or group.num_ranks == 1
+    if is_alone and (expert_map is not None or (group is None and max_num_tokens is not None)):
+        name = "max_num_tokens" if expert_map is None else "expert_map"
+        raise ValueError(
+            f"{name} is for a group of several ranks, the call has one; pass the group, or leave "
+            "it out: ids are then those of the experts of `weights`"
+        )
+    if group is not None:
         given = {
             "x": x,
             "topk_ids": topk_ids,
@@ -140,15 +148,21 @@ def mega_moe(
             "out": out,
             "expert_counts": expert_counts,
         }
+        if is_alone:
+            options = {
+                "activation": activation,
+                "routed_scaling_factor": routed_scaling_factor,
+                "apply_router_weight_on_input": apply_router_weight_on_input,
+                "first_expert": first_expert,
+                "batch_invariant": batch_invariant,
+                "stream": stream,
+                "plan": plan,
+                "backend": backend,
+            }
+            return fused_ranks.run_alone(group, workspace, given, partial(mega_moe, **options))
         fused_ranks.check_free(plan=plan, backend=backend, first_expert=first_expert)
         return fused_ranks.run(
             group, workspace, max_num_tokens, presum, expert_map, given, wants, stream
-        )
-    if expert_map is not None or max_num_tokens is not None:
-        name = "max_num_tokens" if expert_map is None else "expert_map"
-        raise ValueError(
-            f"{name} is for a group of several ranks, the call has one; pass the group, or leave "
-            "it out: ids are then those of the experts of `weights`"
         )
     if backend != "cuda":
         _check_emulated(backend, stream, workspace)

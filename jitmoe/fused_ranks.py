@@ -85,6 +85,19 @@ def run(
     return [rank.out for rank in ranks] if is_local else ranks[0].out
 
 
+def run_alone(group: Group, workspace, given: Mapping[str, object], call: Callable):
+    """The same for a group of one rank, which `call` serves without a group."""
+    is_local = isinstance(group, LocalGroup)
+    [(x, topk_ids, topk_weights, weights, out, expert_counts)] = (
+        _by_rank(group, given) if is_local else [given.values()]
+    )
+    if isinstance(workspace, GroupWorkspace):
+        workspace = workspace.workspaces[0]
+    options = {"out": out, "expert_counts": expert_counts, "workspace": workspace}
+    y = call(x, topk_ids, topk_weights, weights, **options)
+    return [y] if is_local else y
+
+
 _DEFAULTS = {"plan": None, "backend": "cuda", "first_expert": 0}
 
 

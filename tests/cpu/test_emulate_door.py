@@ -1,11 +1,13 @@
 """mega_moe(..., backend="emulated"): NumPy in, NumPy out, refused in the words of the CUDA path."""
 
+from types import SimpleNamespace
+
 import ml_dtypes
 import numpy as np
 import pytest
 
 import jitmoe
-from jitmoe import ExpertWeights, MoeProblem, fp8, mega_moe, reference
+from jitmoe import ExpertWeights, LocalGroup, MoeProblem, fp8, mega_moe, reference
 from jitmoe.emulate.compile import NoHostCompiler, compiler
 from jitmoe.plan.gpu import gpu_spec
 from jitmoe.plan.heuristics import choose
@@ -61,6 +63,19 @@ def refusal(call, kind=ValueError):
     message = str(error.value)
     assert "\n" not in message and len(message) < 300, "one sentence"
     return message
+
+
+def test_a_group_of_one_rank_is_the_same_call(weights):
+    """So that a program for many ranks runs with one; arguments of a LocalGroup are lists."""
+    given, scaled = call_arrays(DECODE), {"routed_scaling_factor": 2.5}
+    y = emulate(weights, given, **scaled)
+    alone = SimpleNamespace(num_ranks=1, ranks=(0,))  # a PeerGroup asks the driver
+    assert np.array_equal(emulate(weights, given, group=alone, max_num_tokens=DECODE, **scaled), y)
+    lists = {name: [value] for name, value in given.items()}
+    [same] = emulate([weights], lists, group=LocalGroup(1, device=0), **scaled)
+    assert np.array_equal(same, y)
+    message = refusal(lambda: emulate([weights], given, group=LocalGroup(1, device=0)))
+    assert "x must be a list with an item for each of the 1 ranks" in message
 
 
 @pytest.mark.parametrize("num_tokens", [1, DECODE, PREFILL])
