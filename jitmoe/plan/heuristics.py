@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from jitmoe.plan import mega_moe_check
 from jitmoe.plan.formats import format_of
 from jitmoe.plan.gpu import GpuSpec
 from jitmoe.plan.mega_moe import MegaMoePlan
-from jitmoe.plan.mega_moe_check import NO_PREFILL_OF_RANKS
 from jitmoe.plan.plan import PlanError
 from jitmoe.plan.problem import MAX_TOKENS, QUANT_GROUP, MoeProblem
 from jitmoe.plan.variant import is_gated
@@ -114,6 +114,7 @@ def choose(problem: MoeProblem, gpu: GpuSpec, **variant) -> MegaMoePlan:
             format=problem.format,
             **variant,
         )
+        mega_moe_check.check(plan)  # before its roles are asked for
         if replace(plan, trace=True).smem.num_bytes <= gpu.smem_bytes:  # it may be traced later
             plan.check(gpu)
             return plan
@@ -167,7 +168,7 @@ def has_one_bucket(format: str, batch_invariant: bool, many_ranks: bool) -> bool
     many ranks may have no kernel.
     """
     is_mx = format_of(format).is_mx
-    return batch_invariant and is_mx or many_ranks and format in NO_PREFILL_OF_RANKS
+    return batch_invariant and is_mx or many_ranks and format in mega_moe_check.NO_PREFILL_OF_RANKS
 
 
 def decode_limit(problem: MoeProblem) -> int:

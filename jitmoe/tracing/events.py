@@ -30,6 +30,11 @@ EVENTS = {
     WAIT + 11: "wait task wanted",
     WAIT + 12: "wait landed",
     WAIT + 13: "wait taken",
+    WAIT + 14: "wait summed",
+    WAIT + 15: "wait pairs",
+    WAIT + 16: "wait tokens",
+    WAIT + 17: "wait expert",
+    WAIT + 18: "wait bound",
 }
 CODES = {name: code for code, name in EVENTS.items()}
 
