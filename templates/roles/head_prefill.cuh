@@ -52,7 +52,7 @@ DEVICE void copy_bytes(const Params& p, u32 token, const u32* rows) {
 
 // One warp, in FP8.
 DEVICE void copy_token(const Params& p, u32 token, const u32* rows) {
-    constexpr u32 kBatch = 8;  // loads of 512 channels in flight
+    constexpr u32 kBatch = 4;  // loads of 512 channels in flight
     const u32 lane = lane_idx();
     for (u32 first = 0; first < kHidden; first += kBatch * 512) {
         uint4 raw[kBatch][2] = {};
@@ -71,21 +71,17 @@ DEVICE void copy_token(const Params& p, u32 token, const u32* rows) {
                 scale[i] = p.x_scale[i64(token) * p.x_scale_token_stride + group * p.x_scale_group_stride];
             }
         }
-        Quantized q[kBatch];
 #pragma unroll
         for (u32 i = 0; i < kBatch; ++i) {
-            q[i] = {raw[i][0], scale[i]};
-            if (p.x_is_bf16) q[i] = quantize_16(raw[i]);
-        }
-        for (u32 slot = 0; slot < kTopK; ++slot) {
-            const u32 row = rows[slot];
-            if (row == kNoRow) continue;
-#pragma unroll
-            for (u32 i = 0; i < kBatch; ++i) {
-                const u32 channel = first + i * 512 + lane * 16;
-                if (channel >= kHidden) continue;
-                *reinterpret_cast<uint4*>(p.pool + u64(row) * kHidden + channel) = q[i].codes;
-                if (lane % 8 == 0) p.pool_scale[u64(channel / 128) * p.row_capacity + row] = q[i].scale;
+            const u32 channel = first + i * 512 + lane * 16;
+            Quantized q{raw[i][0], scale[i]};
+            if (p.x_is_bf16) q = quantize_16(raw[i]);
+            if (channel >= kHidden) continue;
+            for (u32 slot = 0; slot < kTopK; ++slot) {
+                const u32 row = rows[slot];
+                if (row == kNoRow) continue;
+                *reinterpret_cast<uint4*>(p.pool + u64(row) * kHidden + channel) = q.codes;
+                if (lane % 8 == 0) p.pool_scale[u64(channel / 128) * p.row_capacity + row] = q.scale;
             }
         }
     }
