@@ -102,8 +102,9 @@ def _shares(parts: tuple, num_ranks: int) -> list:
 
 
 def run_seed(session: RanksSession, seed: int) -> Outcome:
-    """All launches, ranks drifting apart, on a machine of their own, so that a seed means the same
-    alone and among others.
+    """All launches, on a machine of their own, so that a seed means the same alone and among
+    others. In odd seeds ranks are held back for long, so that they drift apart; a stall then shows
+    as waits that give up.
     """
     start = time.perf_counter()
     ranks = EmulatedRanks(
@@ -115,9 +116,19 @@ def run_seed(session: RanksSession, seed: int) -> Outcome:
         session.biases,
     )
     try:
-        ys = ranks.run(session.calls, seed=seed, timeout_s=TIMEOUT_S)
+        ys = ranks.run(session.calls, seed=seed, delays=seed % 2 == 1, timeout_s=TIMEOUT_S)
     except EmulationError as error:
         return Outcome(seed, None, None, None, time.perf_counter() - start, str(error).rstrip())
+    gave_up = [
+        f"rank {number} gave up: wait {what} (templates/device/check.cuh), index {index}, by warp "
+        f"{warp} of block {block}"
+        for number, rank in enumerate(ranks.ranks)
+        for state, what, block, warp, index in [map(int, rank.status[:5])]
+        if state
+    ]
+    if gave_up:
+        text = "\n".join([ranks.report.rstrip(), *gave_up])
+        return Outcome(seed, None, None, None, time.perf_counter() - start, text)
     seconds = time.perf_counter() - start
     found = [
         _judged(*of_rank)

@@ -77,22 +77,9 @@ DEVICE void role_deliver(const Params& p, Smem& smem, const Head& head) {
     }
 }
 
-// Of many ranks a count that goes round and fits a byte: the kernels that expand MXFP4 have no register left.
-constexpr u32 kCountRound = 2 * kNumLists;
-template <bool kGoesRound>
-struct Count {
-    u32 value = 0;
-    DEVICE void add() { value += 1; }
-};
-template <>
-struct Count<true> {
-    u8 value = 0;
-    DEVICE void add() { value = value % kCountRound + 1; }
-};
-
 // Tiles of GEMM 2 that this warp has stored; the list of the last has not been summed.
 struct Lists {
-    Count<(kNumRanks > 1)> num_stored;
+    u32 num_stored = 0;
 };
 
 DEVICE void sum_list(const Params& p, Smem& smem, u32 number) {
@@ -115,13 +102,13 @@ DEVICE void finish_tile(const Params& p, Smem& smem, const Task& task, u32 slot,
     arrive(&smem.stored[slot]);  // every lane, for what it stored; pairs with role_deliver
     if (task.phase == kGemm1 || !kSumsHere) return;
     trace_begin(p, kEventCombine);
-    if (lists.num_stored.value > 0) sum_list(p, smem, lists.num_stored.value - 1);
+    if (lists.num_stored > 0) sum_list(p, smem, lists.num_stored - 1);
     trace_end(p, kEventCombine);
-    lists.num_stored.add();
+    lists.num_stored += 1;
 }
 
 DEVICE void finish_last_tile(const Params& p, Smem& smem, const Lists& lists) {
-    if (lists.num_stored.value > 0) sum_list(p, smem, lists.num_stored.value - 1);
+    if (lists.num_stored > 0) sum_list(p, smem, lists.num_stored - 1);
     end_sums(smem);
     combine_ranks(p, kMathWarpBegin, kNumMathWarps);
 }
