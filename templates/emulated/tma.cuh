@@ -1,6 +1,10 @@
 // Tensor and bulk copies, global to shared memory, that complete on an mbarrier (PTX ISA, cp.async.bulk.tensor). Rows
 // and columns out of bounds are filled with zeros and count as bytes. Relies on memory.cuh.
 
+// No cache is emulated.
+DEVICE u64 evict_first() { return 0; }
+DEVICE u64 evict_normal() { return 0; }
+
 DEVICE void prefetch_tensor_map(const TensorMap*) {}
 
 // `bytes` contiguous bytes, a multiple of 16 at addresses that are.
@@ -13,12 +17,12 @@ DEVICE void load_tile_2d(void* tile, const TensorMap* map, u64* full, i32 c0, i3
     emu::load_tile(tile, map, full, 2, coords);
 }
 
-DEVICE void load_tile_3d(void* tile, const TensorMap* map, u64* full, i32 c0, i32 c1, i32 c2) {
+DEVICE void load_tile_3d(void* tile, const TensorMap* map, u64* full, u64, i32 c0, i32 c1, i32 c2) {
     const i32 coords[] = {c0, c1, c2};
     emu::load_tile(tile, map, full, 3, coords);
 }
 
-DEVICE void load_tile_5d(void* tile, const TensorMap* map, u64* full, i32 c0, i32 c1, i32 c2, i32 c3, i32 c4) {
+DEVICE void load_tile_5d(void* tile, const TensorMap* map, u64* full, u64, i32 c0, i32 c1, i32 c2, i32 c3, i32 c4) {
     const i32 coords[] = {c0, c1, c2, c3, c4};
     emu::load_tile(tile, map, full, 5, coords);
 }

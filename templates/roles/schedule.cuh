@@ -14,8 +14,9 @@ constexpr u32 kTaskConsumers = 1 + (kSplitTokens ? 1 : kNumGatherWarps * kWarpTh
                                (kDeliverWarpEnd - kDeliverWarpBegin + kNumExpandWarps + kNumMathWarps) * kWarpThreads;
 
 // Blocks of one expert that are walked together for each weight tile: their tokens stay in L2 while every weight tile
-// is read once. 16 x 128 tokens of hidden 7168 are 15 MB. Guess. Ranks of one launch share the L2.
-constexpr u32 kUnitBlocks = min_of(16u, ceil_div(32, LOCAL_RANKS));
+// is read once. 16 x 128 tokens of hidden 7168 are 15 MB. Guess. Ranks of one launch share the L2: of 8 with S1's
+// sizes, 4 and 8 blocks beat 4 and 4 by 0.5 % and 16 and 16 by 5 % (H200, 2026-11-30).
+DEVICE u32 unit_size(u32 phase) { return min_of(16u, ceil_div(phase == kGemm1 ? 32 : 64, LOCAL_RANKS)); }
 
 // Decode: where a GEMM has so few tiles that CTAs would have nothing to do, its tiles are tasks in parts along k. Sums
 // of parts are rounded otherwise than one sum, and nothing else that rounds depends on the batch.
@@ -57,8 +58,8 @@ DEVICE Task decode_task(const Smem& smem, u32 index) {
     }
     const u32 first = smem.block_start[low];
     index -= first * tiles;
-    const u32 unit = index / (kUnitBlocks * tiles) * kUnitBlocks;
-    const u32 unit_blocks = min_of(kUnitBlocks, smem.block_start[low + 1] - first - unit);
+    const u32 size = unit_size(phase), unit = index / (size * tiles) * size;
+    const u32 unit_blocks = min_of(size, smem.block_start[low + 1] - first - unit);
     index -= unit * tiles;
     const u32 block = unit + index % unit_blocks;
     const u32 row_start = smem.row_start[low] + block * kBlockTokens;
