@@ -76,6 +76,8 @@ ORDER = {
         "workspace",
         "ranks",
         "symmetric",
+        "meeting",
+        "process_group",
         "shared_memory",
         "file_handover",
         "shared_allocation",
