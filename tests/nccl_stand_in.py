@@ -1,5 +1,5 @@
 """A stand-in for nccl4py and NCCL: communicators of processes or threads that meet in a directory,
-windows of memory files. Held to the real signatures by test_nccl_group.py.
+windows of memory files. Held to the real signatures by test_groups_nccl.py.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from enum import IntFlag
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+from directory_gather import DirectoryGather
 from memfd_device import MemfdDevice, MemfdVmm
-from rank_layers import DirectoryGather
 
 VERSION = "2.32.3"
 _current = threading.local()  # number of the GPU whose context is the thread's
