@@ -48,11 +48,11 @@ class Gpu(MemfdDevice):
 
 
 class Machine:
-    """What NCCL finds: GPUs by number, ranks of a domain (None: all), whether it has windows."""
+    """What NCCL finds: GPUs by number, domains to which ranks belong by turns, windows or none."""
 
     def __init__(self):
         self.gpus: dict[int, Gpu] = {}
-        self.domain_size: int | None = None
+        self.num_domains = 1
         self.has_windows = True
 
     def gpu(self, number: int) -> Gpu:
@@ -117,28 +117,28 @@ def mem_free(buf) -> None:
 
 class RegisteredWindowHandle:
     def __init__(self, gpu: Gpu, mappings: list):
-        self._gpu, self._mappings = gpu, mappings
+        self._gpu, self.mappings = gpu, mappings
 
     @property
     def handle(self) -> int:
-        return int(machine.has_windows and bool(self._mappings))
+        return int(machine.has_windows and bool(self.mappings))
 
     def get_peer_device_pointer(self, peer, offset=0):
-        mapping = self._mappings[peer]
+        mapping = self.mappings[peer]
         return mapping and mapping.address + offset
 
     def close(self) -> None:
-        if self._mappings:
+        if self.mappings:
             self._gpu.events.append("close window")
-        for mapping in self._mappings:
+        for mapping in self.mappings:
             if mapping:
                 mapping.close()
-        self._mappings = []
+        self.mappings = []
 
 
 class Communicator:
     def __init__(self, ptr=None):
-        self._gather, self._gpu, self._windows = None, None, []
+        self._gather, self._gpu, self.windows = None, None, []
 
     def initialize(self, nranks, rank, unique_id, config=None) -> None:
         self._gpu = machine.gpu(_current.number)
@@ -164,8 +164,9 @@ class Communicator:
 
     @property
     def team_lsa(self):
-        size = machine.domain_size or self.nranks
-        return SimpleNamespace(n_ranks=size, rank=self.rank % size, stride=1)
+        stride = machine.num_domains
+        rank, size = self.rank // stride, self.nranks // stride
+        return SimpleNamespace(n_ranks=size, rank=rank, stride=stride)
 
     def register_window(self, buffer, flags=None) -> RegisteredWindowHandle:
         assert flags == WindowFlag.COLL_SYMMETRIC and self._gpu.number == _current.number
@@ -175,12 +176,12 @@ class Communicator:
             mappings.append(MemfdVmm(self._gpu).open(file := os.open(name, os.O_RDWR), buffer.size))
             os.close(file)
         self._gather("mapped")
-        self._windows.append(RegisteredWindowHandle(self._gpu, mappings))
+        self.windows.append(RegisteredWindowHandle(self._gpu, mappings))
         self._gpu.do("register_window")
-        return self._windows[-1]
+        return self.windows[-1]
 
     def abort(self) -> None:
-        for window in self._windows:
+        for window in self.windows:
             window.close()
         if self._gather:
             self._gpu.events.append("abort")

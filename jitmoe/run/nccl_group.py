@@ -57,7 +57,6 @@ class NcclGroup(ProcessGroup):
             return facts | {"domain": rank - team.rank * team.stride}
 
         facts = self._meeting.introduce(describe, _REMEDIES)
-        _refuse_shared_gpus(facts)
         _refuse_several_domains(facts)
         self._device = SharingDevice(self.device)
 

@@ -162,6 +162,8 @@ def test_a_communicator_of_the_callers_outlives_the_group(machine):
         communicator = own_communicator(rank, 3, all_gather)
         with NcclGroup(communicator, all_gather) as group:
             memory = group.allocate(100)
+            (window,) = communicator.windows
+            assert memory.bases == tuple(mapping.address for mapping in window.mappings)
         assert communicator.is_valid and memory.bases == ()
         late = NcclGroup(communicator, all_gather)
         late.allocate(100)
@@ -194,12 +196,12 @@ def test_two_ranks_on_one_gpu(machine):
 
 
 def test_ranks_of_two_domains(machine):
-    machine.domain_size = 2
+    machine.num_domains = 2
     text = refused(
         RankMismatch, run_threads(lambda rank, gather: connect(rank, gather, num_ranks=4), 4)
     )
     assert text == (
-        "ranks must be of one NVLink domain, and NCCL finds 2: ranks 0 and 1; ranks 2 and 3; "
+        "ranks must be of one NVLink domain, and NCCL finds 2: ranks 0 and 2; ranks 1 and 3; "
         "make a group of each"
     )
     assert all(gpu.events == ["abort"] for gpu in machine.gpus.values())
