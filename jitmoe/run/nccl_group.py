@@ -34,8 +34,8 @@ class NcclGroup(ProcessGroup):
     Registration" and "Device API - Host-Side Setup").
 
     Raises on all ranks RankMismatch, by name of the ranks, for different versions of jitmoe or
-    NCCL, two ranks on one GPU, or ranks of more than one NVLink domain (NCCL's LSA team), and
-    RankError for whatever fails on one of them; ValueError for several ranks without all_gather.
+    NCCL, or ranks of more than one NVLink domain (NCCL's LSA team), and RankError for whatever
+    fails on one of them; ValueError for several ranks without all_gather.
     """
 
     _by_hand = "NcclGroup.connect"
@@ -69,7 +69,9 @@ class NcclGroup(ProcessGroup):
         device: int | None = None,
     ) -> Self:
         """Collective: of ranks that have no communicator yet, with one of the group's own, which
-        `close` aborts. Arguments and errors as a PeerGroup's.
+        `close` aborts. Arguments as a PeerGroup's; from_torch, from_mpi and from_any end here.
+
+        Raises as the class, and RankMismatch for two ranks on one GPU.
         """
         meeting = Meeting(rank, num_ranks, all_gather, "NcclGroup")
         facts = meeting.introduce(partial(_describe, device), _REMEDIES)
