@@ -12,6 +12,7 @@ from jitmoe.plan.problem import MoeProblem
 from jitmoe.plan.variant import Activation
 from jitmoe.run.driver import DriverError
 from jitmoe.run.group_workspace import GroupWorkspace
+from jitmoe.run.nccl_group import NcclGroup
 from jitmoe.run.peer_group import PeerGroup
 from jitmoe.run.ranks import RankError, RankMismatch
 from jitmoe.run.symmetric import LocalGroup
@@ -32,6 +33,7 @@ __all__ = [
     "LocalGroup",
     "MegaMoePlan",
     "MoeProblem",
+    "NcclGroup",
     "PeerGroup",
     "PlanError",
     "RankError",

@@ -35,6 +35,7 @@ def examine() -> list[Finding]:
         ("cupy", _cupy),
         ("nvrtc", _nvrtc),
         ("compile", _compile),
+        ("nccl4py", _nccl),
         ("templates", _templates),
         ("cache", _cache),
         ("c++ compiler", _host_compiler),
@@ -182,6 +183,21 @@ def _compile() -> Iterator[Finding]:
     seconds = time.perf_counter() - start
     text = f"a small kernel for sm_90a: {len(cubin.data):,} bytes in {seconds:.2f} s"
     yield Finding("ok", "compile", text)
+
+
+def _nccl() -> Iterator[Finding]:
+    from jitmoe.run import nccl_library
+
+    if not _installed("nccl4py"):
+        text = "not installed; only a NcclGroup needs it"
+        yield Finding("note", "nccl4py", text, "pip install 'jitmoe[nccl]'")
+        return
+    try:
+        library = nccl_library.load().get_version().libnccl
+    except (ImportError, RuntimeError) as error:
+        yield Finding("note", "nccl4py", str(error))
+        return
+    yield Finding("ok", "nccl4py", f"NCCL {library.version} at {library.path}")
 
 
 def _templates() -> Iterator[Finding]:

@@ -85,9 +85,9 @@ def mega_moe(
                   library)
     workspace     a Workspace (default: one for each device and stream); of a group, a
                   GroupWorkspace (default: one for each group)
-    group         a LocalGroup or PeerGroup of ranks: `weights` are a rank's share of the experts,
-                  of which rank r has ids from r * num_experts on, and tokens of all ranks go to
-                  their experts and come back inside the launch. All ranks call alike. Of a
+    group         a LocalGroup, PeerGroup or NcclGroup of ranks: `weights` are a rank's share of the
+                  experts, of which rank r has ids from r * num_experts on, and tokens of all ranks
+                  go to their experts and come back inside the launch. All ranks call alike. Of a
                   LocalGroup x, topk_ids, topk_weights and weights, and out and expert_counts if
                   given, are lists with an item a rank, and so is what is returned
     max_num_tokens

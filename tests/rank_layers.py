@@ -1,17 +1,20 @@
 """A layer on ranks that are processes: functions for process_ranks.run_ranks, which return what the
-tests judge. With `one_gpu` all share GPU 0, else rank r has GPU r.
+tests judge. With `one_gpu` all share GPU 0, else rank r has GPU r; for `kind` see
+group_kinds.py.
 """
 
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import threading
 import time
 from pathlib import Path
 
-from jitmoe import DeviceTimeout, ExpertWeights, GroupWorkspace, PeerGroup, mega_moe, reference
+from directory_gather import DirectoryGather
+from group_kinds import make_group
+
+from jitmoe import DeviceTimeout, ExpertWeights, GroupWorkspace, mega_moe, reference
 from jitmoe.fp8 import encode_bf16, quantize_tokens
 
 HIDDEN, INTERMEDIATE, TOP_K, EXPERTS_EACH = 1024, 512, 4, 4
@@ -61,10 +64,10 @@ class RankLayer:
         return float(reference.relative_error(y, ref, cupy))
 
 
-def run_cases(rank, num_ranks, all_gather, one_gpu, handles, cases) -> list[float]:
+def run_cases(rank, num_ranks, all_gather, one_gpu, kind, cases) -> list[float]:
     """Errors of calls, (tokens of each rank, presum, routing)."""
     layer = RankLayer(rank, num_ranks, one_gpu)
-    with PeerGroup(rank, num_ranks, all_gather, layer.device, handles) as group:
+    with make_group(kind, rank, num_ranks, all_gather, layer.device) as group:
         workspace, errors = GroupWorkspace(group, timeout_s=60), []
         for number, (counts, presum, routing) in enumerate(cases):
             tokens = layer.tokens(counts[rank], number, routing)
@@ -74,12 +77,12 @@ def run_cases(rank, num_ranks, all_gather, one_gpu, handles, cases) -> list[floa
     return errors
 
 
-def lose_a_rank(rank, num_ranks, all_gather, one_gpu, when, directory) -> str:
+def lose_a_rank(rank, num_ranks, all_gather, one_gpu, kind, when, directory) -> str:
     """The last rank is killed between launches or during one. The others run into the budget,
     then form a group of their own and run there; the text of their DeviceTimeout.
     """
     layer = RankLayer(rank, num_ranks, one_gpu)
-    group = PeerGroup(rank, num_ranks, all_gather, layer.device)
+    group = make_group(kind, rank, num_ranks, all_gather, layer.device)
     workspace = GroupWorkspace(group, timeout_s=4)
     tokens = layer.tokens(40)
     layer.run(tokens, group, workspace, 40)  # all ranks, so that kernels are loaded
@@ -99,7 +102,7 @@ def lose_a_rank(rank, num_ranks, all_gather, one_gpu, when, directory) -> str:
         said = str(error)
     survivors = RankLayer(rank, last, one_gpu)
     gather = DirectoryGather(Path(directory), rank, last)
-    with PeerGroup(rank, last, gather, layer.device) as smaller:
+    with make_group(kind, rank, last, gather, layer.device) as smaller:
         again = GroupWorkspace(smaller, timeout_s=60)
         tokens = survivors.tokens(40)
         assert survivors.error(survivors.run(tokens, smaller, again, 40), tokens) < 1e-2
@@ -107,10 +110,10 @@ def lose_a_rank(rank, num_ranks, all_gather, one_gpu, when, directory) -> str:
     return said
 
 
-def reset_after_a_late_rank(rank, num_ranks, all_gather, one_gpu) -> tuple[str, float]:
+def reset_after_a_late_rank(rank, num_ranks, all_gather, one_gpu, kind) -> tuple[str, float]:
     """Rank 0 comes after the others' budget is spent; all reset and run."""
     layer = RankLayer(rank, num_ranks, one_gpu)
-    with PeerGroup(rank, num_ranks, all_gather, layer.device) as group:
+    with make_group(kind, rank, num_ranks, all_gather, layer.device) as group:
         workspace = GroupWorkspace(group, timeout_s=3)
         tokens = layer.tokens(40)
         layer.run(tokens, group, workspace, 40)
@@ -125,27 +128,3 @@ def reset_after_a_late_rank(rank, num_ranks, all_gather, one_gpu) -> tuple[str, 
         errors = [layer.error(layer.run(tokens, group, workspace, 40), tokens) for _ in range(3)]
         group.barrier()
     return said, max(errors)
-
-
-class DirectoryGather:
-    """all_gather of processes that can write to the same directory."""
-
-    def __init__(self, directory: Path, rank: int, num_ranks: int, timeout_s: float = 60.0):
-        self.directory, self.rank, self.num_ranks = directory, rank, num_ranks
-        self.timeout_s, self.number = timeout_s, 0
-
-    def __call__(self, obj) -> list:
-        self.number += 1
-        mine = self._file(self.rank)
-        mine.with_suffix(".new").write_bytes(pickle.dumps(obj))
-        mine.with_suffix(".new").rename(mine)
-        end = time.monotonic() + self.timeout_s
-        files = [self._file(rank) for rank in range(self.num_ranks)]
-        while not all(file.exists() for file in files):
-            if time.monotonic() > end:
-                raise TimeoutError(f"not all of {self.num_ranks} ranks have come")
-            time.sleep(0.01)
-        return [pickle.loads(file.read_bytes()) for file in files]
-
-    def _file(self, rank: int) -> Path:
-        return self.directory / f"{self.number}-{rank}"

@@ -85,6 +85,15 @@ def check_num_bytes(num_bytes: int) -> None:
         raise ValueError(f"num_bytes must be an int of at least 1, got {num_bytes!r}")
 
 
+def device_number(device: int | None) -> int:
+    """`device`, or CuPy's current device for None."""
+    if device is None:
+        import cupy
+
+        device = cupy.cuda.Device().id
+    return device
+
+
 class LocalGroup(Group):
     """`num_ranks` (1 to 64) virtual ranks on one GPU, all driven by this process.
 
@@ -93,11 +102,8 @@ class LocalGroup(Group):
 
     def __init__(self, num_ranks: int, device: int | None = None):
         check_num_ranks(num_ranks)
-        if device is None:
-            import cupy
-
-            device = cupy.cuda.Device().id
-        self.num_ranks, self.ranks, self.device = num_ranks, tuple(range(num_ranks)), device
+        self.num_ranks, self.ranks = num_ranks, tuple(range(num_ranks))
+        self.device = device_number(device)
         self._memories: list[SymmetricMemory] = []
 
     def allocate(self, num_bytes: int) -> SymmetricMemory:

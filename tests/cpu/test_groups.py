@@ -2,43 +2,24 @@
 
 import ctypes
 import os
-import pickle
 import re
 import select
 import signal
 import sys
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from types import ModuleType, SimpleNamespace
 
 import pytest
 from memfd_device import PAGE, MemfdDevice, MemfdIpc, MemfdMapping, MemfdVmm
 from process_ranks import run_ranks, values
 from stand_in import differences as stand_in_differences
+from thread_ranks import refused, run_threads
 
 from jitmoe import LocalGroup, PeerGroup, RankError, RankMismatch
 from jitmoe.run import peer_group, shared_memory
 from jitmoe.run.ranks import difference, name_ranks
 
 HANDLES = ("vmm", "ipc")
-
-
-def run_threads(function, num_ranks: int) -> list:
-    """function(rank, all_gather) in a thread for each rank: what it returned or raised."""
-    barrier, parts = threading.Barrier(num_ranks, timeout=20), [b""] * num_ranks
-
-    def all_gather(rank, obj):
-        parts[rank] = pickle.dumps(obj)
-        barrier.wait()
-        objects = [pickle.loads(part) for part in parts]
-        barrier.wait()
-        return objects
-
-    with ThreadPoolExecutor(num_ranks) as pool:
-        runs = [pool.submit(function, rank, partial(all_gather, rank)) for rank in range(num_ranks)]
-    return [run.exception() or run.result() for run in runs]
 
 
 @pytest.fixture
@@ -52,13 +33,6 @@ def devices(monkeypatch):
 
 def make_group(rank, all_gather, num_ranks=3, **options) -> PeerGroup:
     return PeerGroup(rank, num_ranks, all_gather, device=rank, **options)
-
-
-def refused(kind: type, answers: list) -> str:
-    """The text that all ranks raised alike."""
-    assert all(type(answer) is kind for answer in answers), answers
-    assert len({str(answer) for answer in answers}) == 1, answers
-    return str(answers[0])
 
 
 @pytest.mark.parametrize(

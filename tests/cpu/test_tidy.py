@@ -36,7 +36,7 @@ PACKAGES = {
     "settings.py": set(),
     "plan": set(),
     "jit": {"numpy", "jinja2", "cuda"},
-    "run": {"numpy", "cupy", "cuda", "ml_dtypes", "torch", "mpi4py"},
+    "run": {"numpy", "cupy", "cuda", "ml_dtypes", "torch", "mpi4py", "nccl"},
     "emulate": {"numpy", "ml_dtypes", "ziglang"},
     "tracing": {"numpy", "matplotlib"},
     "peers": {"torch", "triton", "transformers", "deep_gemm"},
@@ -44,7 +44,7 @@ PACKAGES = {
     "integrations": {"ml_dtypes", "sglang", "torch", "transformers", "vllm"},
 }
 TOP_PACKAGES = {"numpy", "ml_dtypes", "rich", "typer", "cupy", "torch", "cuda"}
-LATE = {"cupy", "cuda", "torch", "transformers", "deep_gemm", "matplotlib", "mpi4py"}
+LATE = {"cupy", "cuda", "torch", "transformers", "deep_gemm", "matplotlib", "mpi4py", "nccl"}
 LATE_FOLDER = "integrations"  # its modules are imported on demand, and may import such at their top
 # Modules of a folder, each of which imports only those before it.
 ORDER = {
@@ -76,10 +76,15 @@ ORDER = {
         "workspace",
         "ranks",
         "symmetric",
+        "meeting",
+        "process_group",
         "shared_memory",
         "file_handover",
         "shared_allocation",
         "peer_group",
+        "nccl_library",
+        "nccl_allocation",
+        "nccl_group",
         "group_workspace",
     ],
     "peers": [

@@ -6,18 +6,11 @@ import signal
 
 import pytest
 from process_ranks import run_ranks, values
+from rank_memory import array, leaking, too_much, write_to_all
 
-from jitmoe import LocalGroup, PeerGroup, RankError, RankMismatch
+from jitmoe import LocalGroup, PeerGroup
 
 TIMEOUT_S = 180.0  # processes that start share the GPU, and CuPy compiles its kernels in each
-
-
-def array(memory, address: int, num_bytes: int, device: int):
-    """A CuPy array of the bytes at an address in symmetric memory."""
-    import cupy
-
-    span = cupy.cuda.UnownedMemory(address, num_bytes, memory, device)
-    return cupy.ndarray(num_bytes, cupy.uint8, cupy.cuda.MemoryPointer(span, 0))
 
 
 def test_local_memory():
@@ -43,38 +36,13 @@ def test_local_memory_that_is_too_large():
         LocalGroup(4).allocate(1 << 45)
 
 
-def write_to_all(rank, num_ranks, all_gather, handles, num_bytes):
-    """Every rank writes a part of every rank's memory, and reads all of all."""
-    import cupy
-
-    with PeerGroup(rank, num_ranks, all_gather, device=0, handles=handles) as group:
-        memory, more = group.allocate(num_bytes), group.allocate(1)
-        assert memory.num_bytes == num_bytes and len(set(memory.bases)) == num_ranks
-        arrays = [array(memory, base, num_bytes, 0) for base in memory.bases]
-        started = [int(a.any()) for a in arrays]
-        group.barrier()
-        share = num_bytes // num_ranks
-        for peer, a in enumerate(arrays):
-            a[rank * share : (rank + 1) * share] = 16 * (rank + 1) + peer
-        cupy.cuda.Device().synchronize()
-        group.barrier()
-        got = [
-            [cupy.unique(a[r * share : (r + 1) * share]).tolist() for r in range(num_ranks)]
-            for a in arrays
-        ]
-        group.barrier()
-        memory.close()
-        assert memory.bases == () and len(more.bases) == num_ranks
-        group.barrier()
-    return group.handles, started, got
-
-
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("handles", ["vmm", "ipc", None])
 def test_processes_share_memory(handles, num_ranks):
     num_bytes = num_ranks * ((3 << 20) + 5)  # no multiple of any granularity
     wanted = [[[16 * (r + 1) + peer] for r in range(num_ranks)] for peer in range(num_ranks)]
-    results = values(run_ranks(write_to_all, num_ranks, handles, num_bytes, timeout_s=TIMEOUT_S))
+    arguments = True, handles, num_bytes
+    results = values(run_ranks(write_to_all, num_ranks, *arguments, timeout_s=TIMEOUT_S))
     for kind, started, got in results:
         assert kind == (handles or "vmm")
         assert started == [0] * num_ranks
@@ -114,45 +82,15 @@ def test_memory_of_a_process_that_died(handles):
     assert second.error and second.exit_code == -signal.SIGKILL
 
 
-def too_much(rank, num_ranks, all_gather, handles):
-    """An allocation that the GPU cannot hold fails on all; one that fits succeeds after it."""
-    with PeerGroup(rank, num_ranks, all_gather, device=0, handles=handles) as group:
-        with pytest.raises(RankError) as caught:
-            group.allocate(1 << 45)
-        with pytest.raises(RankMismatch, match="num_bytes is 1 on rank 0, 2 on rank 1"):
-            group.allocate(1 + rank)
-        memory = group.allocate(1 << 20)
-        is_zero = [not int(array(memory, base, 1 << 20, 0).any()) for base in memory.bases]
-        group.barrier()
-    return str(caught.value), is_zero
-
-
 @pytest.mark.parametrize("handles", ["vmm", "ipc"])
 def test_memory_that_is_too_large(handles):
-    (text, is_zero), other = values(run_ranks(too_much, 2, handles, timeout_s=TIMEOUT_S))
+    (text, is_zero), other = values(run_ranks(too_much, 2, True, handles, timeout_s=TIMEOUT_S))
     assert other == (text, is_zero) and is_zero == [True, True]
     assert text.startswith(f"could not allocate {1 << 45:,} bytes: rank 0: DriverError: cuMem")
     assert "rank 1: DriverError: cuMem" in text
 
 
-def leaking(rank, num_ranks, all_gather, handles):
-    """What free memory is less by after allocations that were closed."""
-    import cupy
-
-    with PeerGroup(rank, num_ranks, all_gather, device=0, handles=handles) as group:
-        group.allocate(1 << 20).close()
-        group.barrier()
-        before = all_gather(cupy.cuda.Device().mem_info[0])[0]
-        for _ in range(4):
-            memory = group.allocate(1 << 30)
-            group.barrier()
-            memory.close()
-            group.barrier()
-        after = all_gather(cupy.cuda.Device().mem_info[0])[0]
-    return before - after
-
-
 @pytest.mark.parametrize("handles", ["vmm", "ipc"])
 def test_closed_memory_is_free_again(handles):
-    lost = values(run_ranks(leaking, 2, handles, timeout_s=TIMEOUT_S))
+    lost = values(run_ranks(leaking, 2, True, handles, timeout_s=TIMEOUT_S))
     assert max(lost) < 1 << 30, "4 GiB were allocated on each of two ranks and closed"

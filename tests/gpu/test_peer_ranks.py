@@ -29,13 +29,13 @@ def test_against_the_oracle(num_ranks, handles):
 
 @pytest.mark.parametrize("when", ["between", "during"])
 def test_survivors_name_the_rank_that_is_gone(when, tmp_path):
-    outcomes = run_ranks(lose_a_rank, 3, True, when, str(tmp_path), timeout_s=TIMEOUT_S)
+    outcomes = run_ranks(lose_a_rank, 3, True, None, when, str(tmp_path), timeout_s=TIMEOUT_S)
     assert outcomes[2].exit_code == -9
     for said in values(outcomes[:2]):
         assert "which rank 2 owes" in said or "of rank 2" in said
 
 
 def test_reset_after_a_late_rank():
-    outcomes = values(run_ranks(reset_after_a_late_rank, 2, True, timeout_s=TIMEOUT_S))
+    outcomes = values(run_ranks(reset_after_a_late_rank, 2, True, None, timeout_s=TIMEOUT_S))
     assert "of rank 0" in outcomes[1][0]
     assert all(error < 1e-2 for _, error in outcomes)
