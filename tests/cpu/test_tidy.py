@@ -30,6 +30,7 @@ JITMOE_ARROWS = {
     "bench": {
         *("plan", "jit", "run", "fp8", "reference", "weights", "measure", "links", "peers", "bench")
     },
+    "tune": {"plan", "jit", "run", "reference", "measure", "bench", "tuned", "tune"},
     "integrations": {"integrations", "mxfp4", *jitmoe.__all__},
 }
 PACKAGES = {
@@ -41,10 +42,11 @@ PACKAGES = {
     "tracing": {"numpy", "matplotlib"},
     "peers": {"torch", "triton", "transformers", "deep_gemm"},
     "bench": {"numpy", "cupy", "torch"},
+    "tune": {"numpy", "cupy", "matplotlib", "tqdm"},
     "integrations": {"ml_dtypes", "sglang", "torch", "transformers", "vllm"},
 }
 TOP_PACKAGES = {"numpy", "ml_dtypes", "rich", "typer", "cupy", "torch", "cuda"}
-LATE = {"cupy", "cuda", "torch", "transformers", "deep_gemm", "matplotlib", "mpi4py"}
+LATE = {"cupy", "cuda", "torch", "transformers", "deep_gemm", "matplotlib", "mpi4py", "tqdm"}
 LATE_FOLDER = "integrations"  # its modules are imported on demand, and may import such at their top
 # Modules of a folder, each of which imports only those before it.
 ORDER = {
@@ -104,6 +106,18 @@ ORDER = {
         "session",
         "conditions",
         "records",
+    ],
+    "tune": [
+        "space",
+        "trial",
+        "store",
+        "worker",
+        "pairs",
+        "on_gpu",
+        "progress",
+        "winners",
+        "sweeping",
+        "plot",
     ],
     "tracing": ["events", "summary", "perfetto", "plot", "trace"],
     "integrations": [

@@ -1,0 +1,1 @@
+"""Rows of sweeps as pictures."""
