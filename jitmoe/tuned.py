@@ -113,7 +113,7 @@ def choose(problem: MoeProblem, gpu: GpuSpec, **variant) -> Choice:
         if entry.tokens[0] <= problem.num_tokens <= entry.tokens[1]:
             try:
                 return Choice(checked(entry.apply(plan), gpu), origin, entry.tokens)
-            except PlanError as error:
+            except ValueError as error:  # PlanError, or what only a person would write
                 say_unusable(
                     origin, f"its plan for {entry.tokens[0]} tokens has no kernel: {error}"
                 )
@@ -149,7 +149,7 @@ def plans_of_model(problem: MoeProblem, gpu: GpuSpec, **variant) -> list[MegaMoe
             if entry.layer == layer:
                 try:
                     found.append(checked(entry.apply(plans[0]), gpu))
-                except PlanError as error:
+                except ValueError as error:  # PlanError, or what only a person would write
                     say_unusable(path, f"a plan of it has no kernel: {error}")
     return list(dict.fromkeys(plans + found))
 
