@@ -30,7 +30,7 @@ JITMOE_ARROWS = {
     "bench": {
         *("plan", "jit", "run", "fp8", "reference", "weights", "measure", "links", "peers", "bench")
     },
-    "tune": {"plan", "jit", "run", "reference", "measure", "bench", "tuned", "tune"},
+    "tune": {*("plan", "jit", "run", "reference", "measure", "bench", "tracing", "tuned", "tune")},
     "integrations": {"integrations", "mxfp4", *jitmoe.__all__},
 }
 PACKAGES = {
