@@ -90,6 +90,13 @@ class Choice(NamedTuple):
     origin: Path | None = None
     tokens: tuple[int, int] | None = None
 
+    @property
+    def source(self) -> str:
+        """heuristic, or which file: shipped or site."""
+        if self.origin is None:
+            return "heuristic"
+        return "shipped" if self.origin == SHIPPED else "site"
+
 
 def gpu_name(gpu: GpuSpec) -> str:
     """The driver's name without the vendor, so that the table's H200 is the device's."""

@@ -34,6 +34,7 @@ class Point:
     is_cold: bool  # the weights that a graph reads exceed the L2 cache
     activation: str = "swiglu"  # its kind
     num_ranks: int = 1  # if more, the layer is a rank's, and work that of all ranks
+    plan_from: str = "heuristic"  # or a tuned file: site or shipped
 
 
 def rows_of(
@@ -60,6 +61,7 @@ def rows_of(
         "activation": point.activation,
         "num_tokens": layer.num_tokens,
         "bucket": bucket(layer),
+        "plan_from": point.plan_from,
         "routing": point.routing,
         "num_pairs": work.num_pairs,
         "num_active_experts": work.num_active,

@@ -28,7 +28,19 @@ JITMOE_ARROWS = {
     "tracing": {"plan", "jit", "tracing"},
     "peers": {"peers"},
     "bench": {
-        *("plan", "jit", "run", "fp8", "reference", "weights", "measure", "links", "peers", "bench")
+        *(
+            "plan",
+            "jit",
+            "run",
+            "fp8",
+            "reference",
+            "weights",
+            "measure",
+            "links",
+            "peers",
+            "bench",
+        ),
+        "tuned",
     },
     "tune": {*("plan", "jit", "run", "reference", "measure", "bench", "tracing", "tuned", "tune")},
     "integrations": {"integrations", "mxfp4", *jitmoe.__all__},

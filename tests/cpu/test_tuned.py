@@ -178,7 +178,8 @@ def test_save_is_readable_and_found(site):
     text = site.read_text()
     assert '"gpu": "H200",\n' in text and '"num_stages": 3,\n' in text and '"date"' in text
     choice = tuned.choose(SMALL, H200, **FIELDS)
-    assert choice == (changed(num_stages=3), site, (5, 8))
+    assert choice == (changed(num_stages=3), site, (5, 8)) and choice.source == "site"
+    assert tuned.choose(replace(SMALL, num_tokens=9), H200, **FIELDS).source == "heuristic"
 
 
 def test_save_replaces_and_keeps(site):
@@ -232,7 +233,7 @@ def test_a_damaged_file_is_said_and_not_used(text, site, caplog):
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             choice = tuned.choose(SMALL, H200, **FIELDS)
-    assert choice.origin == tuned.SHIPPED and choice.plan.num_stages == 4
+    assert choice.source == "shipped" and choice.plan.num_stages == 4
     [said] = [r.getMessage() for r in caplog.records]
     assert str(site) in said and "Sweep again and save" in said
     with pytest.raises(tuned.TunedFileError, match="site.json is damaged and not overwritten"):
