@@ -354,6 +354,36 @@ def test_killed_twice_and_resumed(tmp_path):
         time.sleep(0.1)
 
 
+def test_interrupted_for_real(tmp_path):
+    """By the signal of Ctrl-C: the sweep says so and returns, its measuring process is ended."""
+    pids, store = tmp_path / "pids", tmp_path / "rows.jsonl"
+    pids.mkdir()
+    paths = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, store],
+        env=os.environ | {"PYTHONPATH": paths, "TUNE_PIDS": str(pids)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    while not store.exists() or store.read_bytes().count(b"\n") < 3:
+        assert process.poll() is None, "ended early"
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=60)
+    rows = tune.load(store)
+    assert process.returncode == 0 and 3 <= len(rows) < 20
+    assert f"interrupted: {len(rows)} rows are kept; call again to go on" in said
+    assert not any(is_running(int(pid)) for pid in os.listdir(pids))
+
+
+def test_a_measuring_process_ends_when_nobody_asks_any_more(no_builds):
+    with Worker("tune_measurer:measure") as worker:
+        assert worker.ask(trial_of(), 60)["status"] == "ok"
+        process = worker._process
+        worker._pipe.close()
+        assert process.wait(20) == 0
+
+
 def is_running(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

@@ -18,6 +18,7 @@ from jitmoe.jit.nvrtc import CompileError
 from jitmoe.plan import heuristics
 from jitmoe.plan.gpu import GPUS
 from jitmoe.plan.heuristics import choose, decode_limit, token_range
+from jitmoe.plan.plan import PlanError
 from jitmoe.plan.problem import MoeProblem
 from jitmoe.plan.variant import DEFAULT
 from jitmoe.planned import find_plan, range_edges
@@ -93,6 +94,7 @@ def test_a_win_on_two_occasions_is_kept():
         rows_of(0.05, 0.005),
         rows_of(0.05, -0.02),
         rows_of(0.05, 0.04, -0.02),
+        rows_of(0.05, 0.04, 0.005),
         rows_of(0.009, 0.009),
         rows_of(0.05, 0.04, noise=0.045),
         rows_of(0.05, 0.04, status="wrong"),
@@ -106,6 +108,7 @@ def test_a_win_on_two_occasions_is_kept():
         "not again",
         "behind again",
         "behind the third time",
+        "level the third time",
         "less than 1 %",
         "less than the noise",
         "wrong",
@@ -149,6 +152,13 @@ def test_compare():
     assert (point["plan"], point["gain"], point["again"]) == ("num_stages=3", 0.05, 0.04)
     assert point["kept"] and point["heuristic_us"] == 100.0
     assert (other["plan"], other["gain"], other["kept"]) == ("the heuristic's", 0.0, False)
+
+
+def test_a_plan_must_fit_traced_too():
+    plan = changed(num_stages=5, num_local_pairs=6872)
+    plan.check(H200)
+    with pytest.raises(PlanError, match="shared memory is 233,472 B"):
+        tuned.checked(plan, H200)
 
 
 def test_token_ranges():

@@ -35,7 +35,8 @@ def test_calls_use_the_tuned_plan(tmp_path, monkeypatch):
     layer = tuned.layer_fields(chosen.plan)
     entry = tuned.Entry(*where, layer, (5, 8), plan, {})
     tuned.write(tmp_path / "tuned.json", lambda entries: [*entries, entry])
-    (weights,), experts = (made := measure.weight_sets(LAYER))[0][:1], made[1]
+    sets, experts = measure.weight_sets(LAYER)
+    weights = sets[0]
     assert find_plan(weights, 8, LAYER.top_k, DEFAULT).num_stages == 3
     assert find_plan(weights, 9, LAYER.top_k, DEFAULT) == chosen.plan
     call = measure.random_call(LAYER, 0)
