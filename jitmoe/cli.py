@@ -42,6 +42,7 @@ from jitmoe.cli_layer import (
     title,
 )
 from jitmoe.cli_trace import trace
+from jitmoe.cli_tune import tune
 
 TokenCount = Annotated[int, typer.Option(help="Tokens of a call.")]
 Gpu = Annotated[
@@ -191,11 +192,11 @@ def show(
 ) -> None:
     """Print the CUDA source of a layer's kernel. Needs no GPU."""
     from jitmoe.jit.render import render
-    from jitmoe.plan.heuristics import choose
+    from jitmoe.tuned import choose
 
     shape = layer_shape(model, config, hidden, intermediate, experts, top_k, activation)
     fields = layer_variant(shape, gate_up, weight_on_input, bias).plan_fields
-    text = render(choose(shape.problem(tokens, ep, format), _spec(gpu), **fields))
+    text = render(choose(shape.problem(tokens, ep, format), _spec(gpu), **fields).plan)
     if plain or not sys.stdout.isatty():
         typer.echo(text, nl=False)
         return
@@ -267,3 +268,4 @@ def demo(
 app.command()(emulate)
 app.command()(bench)
 app.command()(trace)
+app.command()(tune)

@@ -6,7 +6,6 @@ import json
 import shlex
 import sys
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -25,6 +24,7 @@ from jitmoe.cli_layer import (
     Presum,
     Ranks,
     TopK,
+    gpu_to_measure,
     layer_shape,
     rank_fields,
     shares,
@@ -98,7 +98,7 @@ def bench(
     heats = ("cool",) * cool + ("hot",) * hot
     if not heats:
         raise ValueError("nothing is left to time: take --cool, --hot or both")
-    gpu = _gpu()
+    gpu = gpu_to_measure("bench")
 
     from jitmoe.bench.conditions import conditions
     from jitmoe.bench.rows import HEADER, line
@@ -129,21 +129,3 @@ def bench(
         typer.echo(json.dumps(rows, indent=2))
     if any(row["method"] == "jitmoe" and row["status"] != "ok" for row in rows):
         raise typer.Exit(1)
-
-
-def _gpu():
-    """The GPU to measure. Ends the program with a sentence where there is none to measure."""
-    from jitmoe.run.driver import device_spec, num_devices
-
-    reason = None
-    if num_devices() == 0:
-        reason = "no GPU here; bench needs an H100, H200 or H20 (jitmoe plan prints floors without)"
-    elif find_spec("cupy") is None:
-        reason = "CuPy is not installed: pip install 'jitmoe[cu12]' or 'jitmoe[cu13]'"
-    else:
-        try:
-            return device_spec(0)
-        except ValueError as error:
-            reason = str(error)
-    typer.echo(f"jitmoe: {reason}", err=True)
-    raise typer.Exit(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -119,3 +120,23 @@ def title(shape, ep: int, ranks: int = 1) -> str:
     if ranks > 1:
         return f"{shape.name}, {ranks} ranks{f' of {ep}' * (ep > ranks)}"
     return f"{shape.name}, one rank of {ep}" if ep > 1 else shape.name
+
+
+def gpu_to_measure(command: str):
+    """The GPU to measure. Ends the program with a sentence where there is none to measure."""
+    from jitmoe.run.driver import device_spec, num_devices
+
+    reason = None
+    if num_devices() == 0:
+        reason = (
+            f"no GPU here; {command} needs an H100, H200 or H20 (jitmoe plan prints floors without)"
+        )
+    elif find_spec("cupy") is None:
+        reason = "CuPy is not installed: pip install 'jitmoe[cu12]' or 'jitmoe[cu13]'"
+    else:
+        try:
+            return device_spec(0)
+        except ValueError as error:
+            reason = str(error)
+    typer.echo(f"jitmoe: {reason}", err=True)
+    raise typer.Exit(1)

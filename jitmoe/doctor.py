@@ -38,6 +38,7 @@ def examine() -> list[Finding]:
         ("nccl4py", _nccl),
         ("templates", _templates),
         ("cache", _cache),
+        ("tuned plans", _tuned),
         ("c++ compiler", _host_compiler),
         ("settings", _settings),
     )
@@ -248,6 +249,24 @@ def _cache_directory(path: Path) -> Finding:
 def _contents(directory: Path) -> str:
     cubins = [path.stat().st_size for path in directory.glob("*/*.cubin")]
     return f"{len(cubins)} kernels, {sum(cubins):,} bytes of code"
+
+
+def _tuned() -> Iterator[Finding]:
+    from jitmoe import tuned
+
+    if not tuned.files():
+        yield Finding("note", "tuned plans", "off: JITMOE_TUNED is off")
+    for path in tuned.files():
+        damage = []
+        try:
+            num_plans = len(tuned.load(path, damage.append))
+        except tuned.TunedFileError as error:
+            num_plans, damage = 0, [str(error)]
+        where = "shipped" if path == tuned.SHIPPED else path
+        yield Finding("ok", "tuned plans", f"{num_plans} of {where}")
+        for reason in damage:
+            remedy = "sweep again and save, or remove the file or entry"
+            yield Finding("note", "tuned plans", f"{path}: {reason}", remedy)
 
 
 def _host_compiler() -> Iterator[Finding]:

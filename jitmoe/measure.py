@@ -37,7 +37,7 @@ class Call(NamedTuple):
     variant: Variant = DEFAULT
     format: str | None = None  # None: by dtypes
 
-    def launch(self, weights: ExpertWeights, workspace: Workspace, out, stream=None):
+    def launch(self, weights: ExpertWeights, workspace: Workspace, out, stream=None, plan=None):
         return mega_moe(
             self.x,
             self.topk_ids,
@@ -47,6 +47,7 @@ class Call(NamedTuple):
             out=out,
             workspace=workspace,
             stream=stream,
+            plan=plan,
         )
 
     def of_ranks(self, num_ranks: int) -> list[Call]:

@@ -1,9 +1,12 @@
-"""The plan of a call: the one given, or the heuristic's."""
+"""The plan of a call: the one given, a tuned one, or the heuristic's."""
 
 from __future__ import annotations
 
+from jitmoe import tuned
+from jitmoe.jit.build import build
+from jitmoe.jit.nvrtc import CompileError, ToolchainError
 from jitmoe.plan import heuristics
-from jitmoe.plan.gpu import gpu_spec
+from jitmoe.plan.gpu import GpuSpec, gpu_spec
 from jitmoe.plan.mega_moe import MegaMoePlan
 from jitmoe.plan.variant import KINDS, Activation, Variant
 from jitmoe.run.arrays import HOST
@@ -18,28 +21,50 @@ def find_plan(
     variant: Variant,
     given: MegaMoePlan | None = None,
 ) -> MegaMoePlan:
-    """The plan that was given, if it fits, else the heuristic's: one for each bucket and variant.
-    Weights on the host get that of an H200. Raises ValueError for a plan that does not fit, and for
-    an activation of experts with a gate where those of the weights have none, or the reverse.
+    """The plan that was given, if it fits, else a tuned one or the heuristic's: one for each token
+    range and variant. Weights on the host get that of an H200. Raises ValueError for a plan that
+    does not fit, and for an activation of experts with a gate where those of the weights have none,
+    or the reverse.
     """
     _check_gate(weights, variant)
     fields = variant.plan_fields
     if given is not None:
         _check_plan(given, weights, top_k, fields)
         return given
-    key = ("plan", num_tokens <= _decode_limit(weights, top_k), top_k, *fields.values())
+    in_decode, power = num_tokens <= _decode_limit(weights, top_k), (num_tokens - 1).bit_length()
+    key = ("plan", in_decode, power, top_k, *fields.values())
     plan = weights.memo.get(key)
     if plan is None:
-        problem = weights.problem(num_tokens, top_k)
-        gpu = gpu_spec("h200") if weights.device == HOST else device_spec(weights.device)
-        plan = weights.memo[key] = heuristics.choose(problem, gpu, **fields)
+        plan = weights.memo[key] = _choose(weights, num_tokens, top_k, fields)
     return plan
 
 
-def bucket_edges(weights: ExpertWeights, num_tokens: int, top_k: int) -> list[int]:
-    """The largest token count of every bucket that calls of up to `num_tokens` tokens are in."""
-    limit = _decode_limit(weights, top_k)
-    return [num_tokens] if num_tokens <= limit else [limit, num_tokens]
+def _choose(weights: ExpertWeights, num_tokens: int, top_k: int, fields: dict) -> MegaMoePlan:
+    """A tuned plan that does not compile, as after an update, is said once and not used."""
+    problem, gpu = weights.problem(num_tokens, top_k), _gpu(weights)
+    choice = tuned.choose(problem, gpu, **fields)
+    if choice.origin is not None and weights.device != HOST:
+        try:
+            build(choice.plan)
+        except ToolchainError:
+            raise
+        except CompileError as error:
+            tuned.say_unusable(choice.origin, str(error).splitlines()[0])
+            return heuristics.choose(problem, gpu, **fields)
+    return choice.plan
+
+
+def _gpu(weights: ExpertWeights) -> GpuSpec:
+    return gpu_spec("h200") if weights.device == HOST else device_spec(weights.device)
+
+
+def range_edges(weights: ExpertWeights, num_tokens: int, top_k: int, variant: Variant) -> list[int]:
+    """The largest token count of every bucket, and of every range that a tuned plan serves or
+    leaves to others, that calls of up to `num_tokens` tokens are in.
+    """
+    problem, limit = weights.problem(0, top_k), _decode_limit(weights, top_k)
+    found = tuned.edges(problem, _gpu(weights), num_tokens, **variant.plan_fields)
+    return sorted({*found, min(limit, num_tokens), num_tokens})
 
 
 def _decode_limit(weights: ExpertWeights, top_k: int) -> int:

@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from jitmoe import tuned
 from jitmoe.jit.build import Built, build_many
 from jitmoe.jit.nvrtc import options, version
 from jitmoe.plan.gpu import GPUS, KERNEL_ARCHS, GpuSpec
-from jitmoe.plan.heuristics import plans_of_model
 from jitmoe.plan.mega_moe import MegaMoePlan
 from jitmoe.plan.models import ModelShape
 
@@ -28,11 +28,11 @@ def gpu_of_arch(arch: str) -> GpuSpec:
 def model_plans(
     shape: ModelShape, ep: int, arch: str, format: str | None = None, **variant
 ) -> list[MegaMoePlan]:
-    """Every kernel one rank of the model can need at any token count; `variant` is as in
-    `heuristics.choose`, and weights are in the model's format unless another is named.
+    """Every kernel one rank of the model can need at any token count, tuned ones too; `variant` is
+    as in `heuristics.choose`, and weights are in the model's format unless another is named.
     """
     problem = shape.problem(1, ep, format)
-    return list(plans_of_model(problem, gpu_of_arch(arch), **variant).values())
+    return tuned.plans_of_model(problem, gpu_of_arch(arch), **variant)
 
 
 def prebuild(plans: Iterable[MegaMoePlan], jobs: int, console: Console) -> bool:

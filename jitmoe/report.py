@@ -7,7 +7,7 @@ from dataclasses import asdict, fields, replace
 from rich.console import Console
 from rich.text import Text
 
-from jitmoe import links
+from jitmoe import links, tuned
 from jitmoe.plan import heuristics, problem
 from jitmoe.plan.formats import format_of
 from jitmoe.plan.gpu import GpuSpec
@@ -22,15 +22,16 @@ def plan_report(layer: MoeProblem, gpu: GpuSpec, **variant) -> dict:
     """Everything `jitmoe plan` prints, ready for JSON; `variant` is as in `heuristics.choose`.
     Raises PlanError if no plan fits.
     """
-    plan = heuristics.choose(layer, gpu, **variant)
+    plan, origin, tokens = tuned.choose(layer, gpu, **variant)
     floor = heuristics.floor(layer, gpu)
     return {
         "problem": asdict(layer),
         "gpu": asdict(gpu),
         "kernel": plan.name,
         "arch": plan.arch,
+        "plan_from": "heuristic" if origin is None else str(origin),
         "bucket": plan.bucket,
-        "bucket_tokens": _bucket_tokens(plan, layer),
+        "bucket_tokens": tokens or _bucket_tokens(plan, layer),
         "plan": {field.name: getattr(plan, field.name) for field in fields(plan)},
         "num_stages": plan.num_stages,
         "grid": [gpu.num_sms, BLOCKS_PER_SM],
@@ -82,10 +83,12 @@ def print_plan(console: Console, title: str, report: dict, note: str = "") -> No
     """The report as text, with a model's note."""
     layer, gpu = report["problem"], report["gpu"]
     low, high = report["bucket_tokens"]
+    is_tuned = report["plan_from"] != "heuristic"
     facts = {
         "layer": f"{title}: {layer['num_tokens']:,} tokens, hidden {layer['hidden']:,}, "
         f"intermediate {layer['intermediate']:,}, {layer['num_experts']} experts, "
         f"top_k {layer['top_k']}, in {layer['format']}{', no gate' * (not layer['gated'])}",
+        "plan from": f"{'tuned, ' * is_tuned}{report['plan_from']}",
         "bucket": f"{report['bucket']}, which serves {low:,} to {high:,} tokens of this layer "
         f"({report['tokens_per_active_expert']:.1f} a busy expert now)",
         "kernel": f"{report['kernel']} for {report['arch']}, "

@@ -26,6 +26,12 @@ _TABLE = (
     Switch(
         "JITMOE_DUMP", "", "directory to put source, cubin and log of every kernel used, hits too"
     ),
+    Switch(
+        "JITMOE_TUNED",
+        "",
+        "file of this site's tuned plans, which come before those shipped (empty: tuned.json in "
+        "the first cache directory; off: neither)",
+    ),
     Switch("JITMOE_PRINT_PLAN", False, "print each plan when its kernel is first built"),
     Switch("JITMOE_LINEINFO", False, "compile with line information, for profilers"),
     Switch("JITMOE_TIMEOUT_S", 30.0, "seconds a wait inside a kernel may take before it gives up"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jitmoe.plan.variant import KINDS, Activation, Variant
-from jitmoe.planned import bucket_edges, find_plan
+from jitmoe.planned import find_plan, range_edges
 from jitmoe.prepare import prepare
 from jitmoe.run.arrays import view
 from jitmoe.run.launch import Kernel
@@ -19,8 +19,8 @@ def workspace_bytes(weights: ExpertWeights, num_tokens: int, top_k: int) -> int:
     weights.problem(num_tokens, top_k)  # refuses sizes there is no kernel for
     kind = next(kind for kind in KINDS if Activation(kind).gated == weights.gated)
     variant = Variant(kind, **weights.variant_fields)  # all kinds need as much
-    plan = find_plan(weights, num_tokens, top_k, variant)
-    return plan.workspace_bytes(num_tokens)
+    edges = range_edges(weights, num_tokens, top_k, variant)
+    return max(find_plan(weights, n, top_k, variant).workspace_bytes(n) for n in edges)
 
 
 def warmup(
@@ -53,6 +53,6 @@ def warmup(
         batch_invariant=batch_invariant,
         **weights.variant_fields,
     )
-    edges = bucket_edges(weights, num_tokens, top_k)
+    edges = range_edges(weights, num_tokens, top_k, variant)
     last = {find_plan(weights, n, top_k, variant): n for n in edges}
     return [prepare(weights, plan, workspace, n, address).kernel for plan, n in last.items()]

@@ -16,6 +16,7 @@ def kernel_cache(tmp_path_factory):
         patch.delenv(name, raising=False)
     directory = tmp_path_factory.mktemp("kernels")
     patch.setenv("JITMOE_CACHE_DIR", str(directory))
+    patch.setenv("JITMOE_TUNED", "off")  # tests of plans mean the heuristic's
     yield directory
     patch.undo()
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from jitmoe import reference
 from jitmoe.measure import Call, launch_ranks, poisoned
 from jitmoe.peers.peer import Peer
+from jitmoe.plan.mega_moe import MegaMoePlan
 from jitmoe.plan.problem import MoeProblem
 from jitmoe.run.group_workspace import GroupWorkspace
 from jitmoe.run.symmetric import LocalGroup
@@ -50,12 +51,17 @@ class Method:
     check: Callable[[], None]
 
 
-def of_jitmoe(layer: MoeProblem, calls: list[Call], weights: list[ExpertWeights]) -> Method:
-    """Our kernel; outputs start poisoned."""
+def of_jitmoe(
+    layer: MoeProblem,
+    calls: list[Call],
+    weights: list[ExpertWeights],
+    plan: MegaMoePlan | None = None,
+) -> Method:
+    """Our kernel, of a plan or that of any call; outputs start poisoned."""
     workspace = Workspace(weights[0].device)
 
     def launch(i, y, stream):
-        calls[i].launch(weights[i % len(weights)], workspace, y, stream)
+        calls[i].launch(weights[i % len(weights)], workspace, y, stream, plan)
 
     return _ours([poisoned(layer) for _ in calls], launch, workspace.check)
 

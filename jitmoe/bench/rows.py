@@ -34,6 +34,7 @@ class Point:
     is_cold: bool  # the weights that a graph reads exceed the L2 cache
     activation: str = "swiglu"  # its kind
     num_ranks: int = 1  # if more, the layer is a rank's, and work that of all ranks
+    plan_from: str = "heuristic"  # or a tuned file: site or shipped
 
 
 def rows_of(
@@ -60,6 +61,7 @@ def rows_of(
         "activation": point.activation,
         "num_tokens": layer.num_tokens,
         "bucket": bucket(layer),
+        "plan_from": point.plan_from,
         "routing": point.routing,
         "num_pairs": work.num_pairs,
         "num_active_experts": work.num_active,
@@ -71,10 +73,10 @@ def rows_of(
         "is_block_fp8": method.is_block_fp8,
         "status": result.status,
         "reason": result.reason,
-        "rel_error": _significant(exact, 4),
-        "rel_error_requantized": _significant(requantized, 4),
-        "worst_element": _significant(worst, 4),
-        "host_us": _significant(result.host_us, 3),
+        "rel_error": significant(exact, 4),
+        "rel_error_requantized": significant(requantized, 4),
+        "worst_element": significant(worst, 4),
+        "host_us": significant(result.host_us, 3),
         "floor_us": round(floor.us, 2),
         "bound": floor.bound,
     }
@@ -100,9 +102,9 @@ def _timed(heat: str, times: Times | None, point: Point, rates: Rates, floor_us,
         "run_floor_us": round(run_floor.us, 2),
         "read_gbps": round(ceilings.read_gbps),
         "copy_gbps": round(ceilings.copy_gbps),
-        "fp8_tflops": _significant(ceilings.fp8_tflops, 4),
-        "fp8_fast_tflops": _significant(ceilings.fp8_fast_tflops, 4),
-        "bf16_tflops": _significant(ceilings.bf16_tflops, 4),
+        "fp8_tflops": significant(ceilings.fp8_tflops, 4),
+        "fp8_fast_tflops": significant(ceilings.fp8_fast_tflops, 4),
+        "bf16_tflops": significant(ceilings.bf16_tflops, 4),
         "fp8_skipped": ceilings.skipped,
     }
     if times is not None:
@@ -118,7 +120,7 @@ def _timed(heat: str, times: Times | None, point: Point, rates: Rates, floor_us,
     return row
 
 
-def _significant(value: float | None, digits: int) -> float | None:
+def significant(value: float | None, digits: int) -> float | None:
     """Rounded to that many digits; None for what JSON has no number for."""
     if value is None or not math.isfinite(value):
         return None

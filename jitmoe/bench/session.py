@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
 
-from jitmoe import measure, peers
+from jitmoe import measure, peers, tuned
 from jitmoe.bench import ceilings, methods, ranks
 from jitmoe.bench.points import ZIPF_EXPONENT, Points, calls_per_graph
 from jitmoe.bench.rows import Point
@@ -17,7 +17,6 @@ from jitmoe.bench.setting import Setting, free
 from jitmoe.bench.trial import Protocol, Result, attempt, trial
 from jitmoe.bench.work import mean_work, work_of
 from jitmoe.jit.build import build_many
-from jitmoe.plan import heuristics
 from jitmoe.plan.gpu import GpuSpec
 from jitmoe.plan.problem import MoeProblem
 from jitmoe.plan.variant import DEFAULT
@@ -95,7 +94,7 @@ def _build_in_background(points: Points, gpu: GpuSpec) -> None:
     fields = points.variant.plan_fields
     layers = points.layers.values()
     if points.num_ranks == 1:
-        plans = [p for x in layers for p in heuristics.plans_of_model(x, gpu, **fields).values()]
+        plans = [plan for x in layers for plan in tuned.plans_of_model(x, gpu, **fields)]
     else:
         sized = [(layer, tokens) for layer in layers for tokens in points.tokens]
         plans = dict.fromkeys(p for one in sized for p in ranks.plans(points, gpu, *one))
@@ -144,7 +143,9 @@ def _prepare(name: str, layer: MoeProblem, num_sets: int, experts, setting: Sett
     ]
     work = mean_work(work_of(layer, cupy.asnumpy(call.topk_ids)) for call in calls)
     is_cold = work.weight_bytes * min(num_sets, len(calls)) > setting.gpu.l2_bytes
-    point = Point(name, layer, routing, work, num_sets, is_cold, variant.activation.kind)
+    source = tuned.choose(layer, setting.gpu, **variant.plan_fields).source
+    kind = variant.activation.kind
+    point = Point(name, layer, routing, work, num_sets, is_cold, kind, plan_from=source)
     return _Prepared(point, calls, measure.references(calls[0], experts))
 
 

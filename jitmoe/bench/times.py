@@ -48,22 +48,22 @@ def measure(
     heat        cool: each burst after `idle_s` of idleness; hot: all after a second of work
     num_bursts  each of about `BURST_US`, and one sample
     """
-    replay_us = min(_burst(launch, stream, 1) for _ in range(2))
+    replay_us = min(burst(launch, stream, 1) for _ in range(2))
     num_replays = replays_per_burst(replay_us)
     if heat == "hot":
         idle_s = 0.0
         start = time.perf_counter()
         while time.perf_counter() - start < HOT_S:
-            _burst(launch, stream, num_replays)
+            burst(launch, stream, num_replays)
     samples = []
     for _ in range(num_bursts):
         time.sleep(idle_s)
-        samples.append(_burst(launch, stream, num_replays) / num_calls)
+        samples.append(burst(launch, stream, num_replays) / num_calls)
     return summary(samples)
 
 
-def _burst(launch, stream, num_replays: int) -> float:
-    """Microseconds of one replay."""
+def burst(launch, stream, num_replays: int) -> float:
+    """Microseconds of one of `num_replays` calls of `launch` in a row on the CuPy stream."""
     import cupy
 
     begin, end = cupy.cuda.Event(), cupy.cuda.Event()

@@ -56,7 +56,7 @@ def trial(method: Method, peer: Peer, references: measure.References, protocol: 
     host_us = times.host_us(lambda: method.call(0), method.stream)
     launch, ys = method.capture()
     ys = [method.bits(y) for y in ys]
-    _poison(ys)
+    poison(ys)
     idle_s = times.IDLE_S if len(references.exact) >= IDLE_TOKENS else 0.0
     measured = {
         heat: times.measure(
@@ -65,7 +65,7 @@ def trial(method: Method, peer: Peer, references: measure.References, protocol: 
         for heat in protocol.heats
     }
     method.check()
-    if _is_poisoned(ys):
+    if is_poisoned(ys):
         return Result("wrong", "the graph left NaN in an output", errors)
     replayed = measure.errors(ys[0], references)
     if not replayed.exact <= peer.max_error:
@@ -82,7 +82,8 @@ def attempt(function: Callable):
         return None, Result("failed", f"{type(error).__name__}: {text[0] if text else ''}")
 
 
-def _poison(ys) -> None:
+def poison(ys) -> None:
+    """Fill outputs, bf16 bits, with NaN."""
     import cupy
 
     for y in ys:
@@ -90,7 +91,8 @@ def _poison(ys) -> None:
     cupy.cuda.Device().synchronize()
 
 
-def _is_poisoned(ys) -> bool:
+def is_poisoned(ys) -> bool:
+    """Whether outputs have anything but finite numbers."""
     import cupy
 
     return not all(bool(cupy.isfinite(decode_bf16(y, cupy)).all()) for y in ys)

@@ -181,3 +181,13 @@ def decode_limit(problem: MoeProblem) -> int:
         sized = replace(problem, num_tokens=middle)
         low, high = (middle, high) if bucket(sized) == "decode" else (low, middle - 1)
     return low
+
+
+def token_range(problem: MoeProblem) -> tuple[int, int]:
+    """The first and the last token count that a plan measured for `problem` serves: those up to the
+    same power of two that are in the same bucket.
+    """
+    num_tokens, limit = max(problem.num_tokens, 1), decode_limit(problem)
+    last = 1 << (num_tokens - 1).bit_length()
+    first = last // 2 + 1
+    return (first, min(last, limit)) if num_tokens <= limit else (max(first, limit + 1), last)

@@ -202,7 +202,7 @@ def test_command_prints_and_appends(status, code, tmp_path, monkeypatch):
     measured = rows_of(
         point(), methods.JITMOE["fp8_block"], result, Rates(4645, 1440), {"cool": ROOF}
     )
-    monkeypatch.setattr("jitmoe.cli_bench._gpu", lambda: H200)
+    monkeypatch.setattr("jitmoe.cli_bench.gpu_to_measure", lambda command: H200)
     monkeypatch.setattr(session, "run", lambda *args, **options: iter(measured))
     out = tmp_path / "rows.jsonl"
     for _ in range(2):
@@ -345,7 +345,7 @@ def test_random_weights_are_those_of_the_variant(cupy, monkeypatch, format):
 def test_layers_without_a_gate(args, monkeypatch):
     """Of S1 to S4 by the activation, of a model by its own or another."""
     measured = []
-    monkeypatch.setattr("jitmoe.cli_bench._gpu", lambda: H200)
+    monkeypatch.setattr("jitmoe.cli_bench.gpu_to_measure", lambda command: H200)
     monkeypatch.setattr(
         session, "run", lambda points, *_, **__: measured.append(points) or iter([])
     )
@@ -660,7 +660,7 @@ def test_weights_leave_room_for_workspaces(bench_ranks, cupy, monkeypatch):
 )
 def test_command_of_ranks(args, names, experts, monkeypatch):
     measured = []
-    monkeypatch.setattr("jitmoe.cli_bench._gpu", lambda: H200)
+    monkeypatch.setattr("jitmoe.cli_bench.gpu_to_measure", lambda command: H200)
     monkeypatch.setattr(
         session, "run", lambda points, *_, **__: measured.append(points) or iter([])
     )

@@ -376,6 +376,22 @@ def test_doctor_survives_a_broken_check(monkeypatch):
     assert "cache" in findings
 
 
+def test_doctor_on_tuned_files(monkeypatch, tmp_path):
+    def found():
+        return [finding for finding in doctor.examine() if finding.name == "tuned plans"]
+
+    [off] = found()
+    assert (off.status, off.text) == ("note", "off: JITMOE_TUNED is off")
+    site = tmp_path / "site.json"
+    monkeypatch.setenv("JITMOE_TUNED", str(site))
+    first, shipped = found()
+    assert first.text == f"0 of {site}" and shipped.text.endswith(" of shipped")
+    assert {first.status, shipped.status} == {"ok"}
+    site.write_text("{")
+    assert [one.status for one in found()] == ["ok", "note", "ok"]
+    assert "site.json: it cannot be read" in found()[1].text and found()[1].remedy
+
+
 @pytest.mark.parametrize("kind", ["file in the way", "home unset", "off", "pack"])
 def test_doctor_on_caches(kind, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")

@@ -20,7 +20,7 @@ from jitmoe.report import limits
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-EXAMPLES = sorted((ROOT / "examples").glob("[0-9]*.py"))
+EXAMPLES = sorted((ROOT / "examples").glob("[0-9]*"))
 
 
 def run(*args, **environment):

@@ -28,8 +28,21 @@ JITMOE_ARROWS = {
     "tracing": {"plan", "jit", "tracing"},
     "peers": {"peers"},
     "bench": {
-        *("plan", "jit", "run", "fp8", "reference", "weights", "measure", "links", "peers", "bench")
+        *(
+            "plan",
+            "jit",
+            "run",
+            "fp8",
+            "reference",
+            "weights",
+            "measure",
+            "links",
+            "peers",
+            "bench",
+        ),
+        "tuned",
     },
+    "tune": {*("plan", "jit", "run", "reference", "measure", "bench", "tracing", "tuned", "tune")},
     "integrations": {"integrations", "mxfp4", *jitmoe.__all__},
 }
 PACKAGES = {
@@ -41,10 +54,11 @@ PACKAGES = {
     "tracing": {"numpy", "matplotlib"},
     "peers": {"torch", "triton", "transformers", "deep_gemm"},
     "bench": {"numpy", "cupy", "torch"},
+    "tune": {"numpy", "cupy", "matplotlib", "tqdm"},
     "integrations": {"ml_dtypes", "sglang", "torch", "transformers", "vllm"},
 }
 TOP_PACKAGES = {"numpy", "ml_dtypes", "rich", "typer", "cupy", "torch", "cuda"}
-LATE = {"cupy", "cuda", "torch", "transformers", "deep_gemm", "matplotlib", "mpi4py", "nccl"}
+LATE = {"cupy", "cuda", "torch", "transformers", "deep_gemm", "matplotlib", "mpi4py", "nccl", "tqdm"}
 LATE_FOLDER = "integrations"  # its modules are imported on demand, and may import such at their top
 # Modules of a folder, each of which imports only those before it.
 ORDER = {
@@ -109,6 +123,18 @@ ORDER = {
         "session",
         "conditions",
         "records",
+    ],
+    "tune": [
+        "space",
+        "trial",
+        "store",
+        "worker",
+        "pairs",
+        "on_gpu",
+        "progress",
+        "winners",
+        "sweeping",
+        "plot",
     ],
     "tracing": ["events", "summary", "perfetto", "plot", "trace"],
     "integrations": [
