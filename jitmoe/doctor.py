@@ -5,24 +5,16 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import os
-import pwd
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple
+
+from jitmoe import doctor_files
+from jitmoe.doctor_files import Finding
 
 PROBE = 'extern "C" __global__ void probe(float* y) { y[threadIdx.x] = 1.0f; }\n'
 INSTALL = "pip install 'jitmoe[cu12]' (or [cu13], where the driver supports CUDA 13)"
-
-
-class Finding(NamedTuple):
-    """`missing` is needed and fails the examination; `note` is worth knowing and does not."""
-
-    status: Literal["ok", "note", "missing"]
-    name: str
-    text: str
-    remedy: str = ""
 
 
 def examine() -> list[Finding]:
@@ -37,8 +29,8 @@ def examine() -> list[Finding]:
         ("compile", _compile),
         ("nccl4py", _nccl),
         ("templates", _templates),
-        ("cache", _cache),
-        ("tuned plans", _tuned),
+        ("cache", doctor_files.cache),
+        ("tuned plans", doctor_files.tuned_plans),
         ("c++ compiler", _host_compiler),
         ("settings", _settings),
     )
@@ -210,65 +202,6 @@ def _templates() -> Iterator[Finding]:
         yield Finding("missing", "templates", str(error), "install jitmoe again")
 
 
-def _cache() -> Iterator[Finding]:
-    from jitmoe import settings
-    from jitmoe.jit import cache
-
-    if settings.get("JITMOE_NO_CACHE"):
-        yield Finding("note", "cache", "off: JITMOE_NO_CACHE is set")
-        return
-    first, packs = cache.directories()
-    if first is None:
-        yield Finding("note", "cache", "memory only: HOME is not set", _CACHE_REMEDY)
-    else:
-        yield _cache_directory(first)
-    for pack in packs:
-        text = f"{pack}, read only: {_contents(pack)}" if pack.is_dir() else f"{pack} is no folder"
-        yield Finding("ok" if pack.is_dir() else "note", "cache pack", text)
-
-
-_CACHE_REMEDY = "set JITMOE_CACHE_DIR to a writable folder of yours"
-
-
-def _cache_directory(path: Path) -> Finding:
-    """What is known without creating it."""
-    nearest = next(folder for folder in (path, *path.parents) if folder.exists())
-    if not nearest.is_dir():
-        return Finding("note", "cache", f"memory only: {nearest} is no folder", _CACHE_REMEDY)
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        text = f"memory only: {nearest} of user {_owner(nearest)} is not writable"
-        return Finding("note", "cache", text, _CACHE_REMEDY)
-    if nearest != path:
-        return Finding("ok", "cache", f"{path}, to be created at first use")
-    if path.stat().st_uid not in (os.geteuid(), 0):
-        text = f"{path} belongs to user {_owner(path)} and is not used"
-        return Finding("note", "cache", text, _CACHE_REMEDY)
-    return Finding("ok", "cache", f"{path} of user {_owner(path)}, writable: {_contents(path)}")
-
-
-def _contents(directory: Path) -> str:
-    cubins = [path.stat().st_size for path in directory.glob("*/*.cubin")]
-    return f"{len(cubins)} kernels, {sum(cubins):,} bytes of code"
-
-
-def _tuned() -> Iterator[Finding]:
-    from jitmoe import tuned
-
-    if not tuned.files():
-        yield Finding("note", "tuned plans", "off: JITMOE_TUNED is off")
-    for path in tuned.files():
-        damage = []
-        try:
-            num_plans = len(tuned.load(path, damage.append))
-        except tuned.TunedFileError as error:
-            num_plans, damage = 0, [str(error)]
-        where = "shipped" if path == tuned.SHIPPED else path
-        yield Finding("ok", "tuned plans", f"{num_plans} of {where}")
-        for reason in damage:
-            remedy = "sweep again and save, or remove the file or entry"
-            yield Finding("note", "tuned plans", f"{path}: {reason}", remedy)
-
-
 def _host_compiler() -> Iterator[Finding]:
     from jitmoe.emulate import compile as host
 
@@ -296,11 +229,3 @@ def _settings() -> Iterator[Finding]:
     for name in settings.unknown():
         known = ", ".join(settings.SWITCHES)
         yield Finding("note", "settings", f"{name} is no switch of jitmoe", f"known are {known}")
-
-
-def _owner(path: Path) -> str:
-    uid = path.stat().st_uid
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from jitmoe import demo, doctor, prebuild
+from jitmoe import demo, doctor, doctor_files, prebuild
 from jitmoe.cli import app
 from jitmoe.emulate import compile as host
 from jitmoe.jit import build, nvrtc
@@ -403,7 +403,7 @@ def test_doctor_on_caches(kind, monkeypatch, tmp_path):
         assert "JITMOE_NO_CACHE is set" in cache_finding().text
     elif kind == "pack":
         monkeypatch.setenv("JITMOE_CACHE_DIR", f"{tmp_path}/new:{tmp_path}")
-        findings = [finding.text for finding in doctor._cache()]
+        findings = [finding.text for finding in doctor_files.cache()]
         assert "to be created" in findings[0] and "read only" in findings[1]
     else:
         monkeypatch.setattr("jitmoe.jit.cache.directories", lambda: (None, ()))
@@ -411,7 +411,7 @@ def test_doctor_on_caches(kind, monkeypatch, tmp_path):
 
 
 def cache_finding():
-    (finding,) = doctor._cache()
+    (finding,) = doctor_files.cache()
     assert finding.status == "note"
     return finding
 

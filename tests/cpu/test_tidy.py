@@ -58,7 +58,17 @@ PACKAGES = {
     "integrations": {"ml_dtypes", "sglang", "torch", "transformers", "vllm"},
 }
 TOP_PACKAGES = {"numpy", "ml_dtypes", "rich", "typer", "cupy", "torch", "cuda"}
-LATE = {"cupy", "cuda", "torch", "transformers", "deep_gemm", "matplotlib", "mpi4py", "nccl", "tqdm"}
+LATE = {
+    "cupy",
+    "cuda",
+    "torch",
+    "transformers",
+    "deep_gemm",
+    "matplotlib",
+    "mpi4py",
+    "nccl",
+    "tqdm",
+}
 LATE_FOLDER = "integrations"  # its modules are imported on demand, and may import such at their top
 # Modules of a folder, each of which imports only those before it.
 ORDER = {
