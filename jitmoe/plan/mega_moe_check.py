@@ -9,7 +9,7 @@ from jitmoe.plan.problem import MAX_RANKS, MoeProblem
 
 # Kernels that spill with many ranks (NVRTC 12.9 and 13.0, 2026-11-30).
 NO_PREFILL_OF_RANKS = ("mxfp4_fp8",)  # at most shapes; decode's serves all token counts
-MAX_SLOTS_OF_RANKS = {"mxfp4_bf16": 8}  # in decode
+TOP_K_OF_RANKS = {"mxfp4_bf16": (1, 2, 3, 4, 8)}  # in decode
 
 
 def check(plan) -> None:
@@ -63,11 +63,11 @@ def _check_ranks(plan) -> None:
             f"no kernel of the prefill bucket multiplies {plan.format} on many ranks, for want of "
             "registers; take that of the decode bucket"
         )
-    most = MAX_SLOTS_OF_RANKS.get(plan.format, plan.top_k)
-    if not plan.split_tokens and plan.top_k > most:
+    allowed = TOP_K_OF_RANKS.get(plan.format, (plan.top_k,))
+    if not plan.split_tokens and plan.top_k not in allowed:
         raise PlanError(
-            f"top_k must be at most {most} for {plan.format} on many ranks, for want of registers, "
-            f"got {plan.top_k}; take mxfp4_fp8"
+            f"top_k must be one of {', '.join(map(str, allowed))} for {plan.format} on many ranks, "
+            f"for want of registers, got {plan.top_k}; take mxfp4_fp8"
         )
     if plan.trace and plan.split_tokens:
         raise PlanError(

@@ -39,6 +39,10 @@ DEVICE bool all_tell(const Params& p, Wait what, i64 at) {
     return true;
 }
 
+// What GEMM 2 must know of a row: the slots of its token that hold experts here or, where rows travel as they are, its
+// home.
+DEVICE u32 row_use(const Params& p, u32 pair) { return kPresum ? used_slots(p, pair / kTopK) : home_of_pair(p, pair); }
+
 // The rows that each rank takes its share of the batch to have, on `rank`. Where they differ, tables do not mean the
 // same to all.
 DEVICE u32* bounds(const Params& p, u32 rank) {
@@ -136,8 +140,9 @@ DEVICE void stage_tokens(const Params& p, const Head& head) {
     tell_ranks_when_all(p, head, kBankStaged, p.tokens_ready_at);
 }
 
-// Of a token's row that a warp has in flight: 512 bytes each.
-constexpr u32 kFetchBatch = min_of(ceil_div(kRowBytes, 512), 14u);
+// Of a token's row that a warp has in flight: 512 bytes each, up to 14, as many every time.
+constexpr u32 kRowPieces = ceil_div(kRowBytes, 512);
+constexpr u32 kFetchBatch = ceil_div(kRowPieces, ceil_div(kRowPieces, 14));
 
 // One warp fetches a token of the batch. `store(at, pieces)` puts kFetchBatch pieces of 16 bytes, 512 bytes apart from
 // `at` on and as far as the row goes, where they belong, `store_scale(group, scale)` the scale of 128 channels.

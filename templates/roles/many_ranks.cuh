@@ -57,17 +57,26 @@ DEVICE u16 load_expert(const Params& p, u32 pair) {
 
 DEVICE float router_weight(const Params& p, u64 pair) { return pair_weights(p, p.rank)[pair]; }
 
-// The row of slot `slot` of a token of the batch, on the token's rank.
-DEVICE u16* slot_row(const Params& p, u32 token, u32 slot) {
-    u16* slots = symmetric<u16>(p, token / p.rank_tokens, p.slots_at);
-    return slots + (u64(token % p.rank_tokens) * kTopK + slot) * kHidden;
+// Where a pair's row lies on its token's rank: the rank, and its number there. Dividing by the ranks' share of the
+// batch for every store costs what this word saves.
+constexpr u32 kHomeRows = 1u << 26;
+DEVICE u32 home_of_pair(const Params& p, u32 pair) {
+    const u32 num_pairs = p.rank_tokens * kTopK, rank = pair / num_pairs;
+    return rank * kHomeRows + pair - rank * num_pairs;
+}
+DEVICE u16* row_at_home(const Params& p, u32 home) {
+    return symmetric<u16>(p, home / kHomeRows, p.slots_at) + u64(home % kHomeRows) * kHidden;
 }
 
 // Whether a token's row travels as it is, where its slots `used` hold experts here.
 DEVICE bool goes_alone(u32 used) { return !kPresum || __popc(used) == 1; }
 
 // Where GEMM 2 leaves a pair's row, and where the sum of a token's rows here goes: to its first slot of this rank.
-DEVICE u16* slice_of_pair(const Params& p, u32 pair, u32 used) {
-    return goes_alone(used) ? slot_row(p, pair / kTopK, pair % kTopK) : p.slices + u64(pair) * kHidden;
+// `use` is its row_use.
+DEVICE u16* slice_of_pair(const Params& p, u32 pair, u32 use) {
+    if constexpr (!kPresum) return row_at_home(p, use);
+    return goes_alone(use) ? row_at_home(p, home_of_pair(p, pair)) : p.slices + u64(pair) * kHidden;
 }
-DEVICE u16* sum_target(const Params& p, u32 token, u32 used) { return slot_row(p, token, __ffs(used) - 1); }
+DEVICE u16* sum_target(const Params& p, u32 token, u32 used) {
+    return row_at_home(p, home_of_pair(p, token * kTopK + __ffs(used) - 1));
+}

@@ -248,9 +248,10 @@ DEVICE void run_tile(const Params& p, Smem& smem, const Head& head, Ring<kNumSta
         sync_warp();  // before the epilogue writes there
     }
     if constexpr (kHasExtra) weights.load(p, same, same_share, pairs + same_share.first_token);
-    // A traced kernel has no registers to keep the task over join_parts.
-    const Task last = kTrace ? read_task(smem, slot) : same;
-    store<N, kTokenRows>(p, smem, last, same_share, slot, weights, pairs, sums.own);
+    // Traced kernels, and MXFP4 on many ranks, have no registers to keep the task over join_parts.
+    const Task last = kTrace || (kMxWords > 0 && kNumRanks > 1) ? read_task(smem, slot) : same;
+    const Share last_share = kMxWords > 0 && kNumRanks > 1 ? find_share(last) : same_share;
+    store<N, kTokenRows>(p, smem, last, last_share, slot, weights, pairs, sums.own);
     if constexpr (kHasExtra) {
         sync_warp();  // the buffers of the warp's own are used again
         const Share extra_share = find_extra_share(same);
@@ -266,9 +267,8 @@ DEVICE void run_task(const Params& p, Smem& smem, const Head& head, Ring<kNumSta
                      u32 slot) {
     const Share share = find_share(task);
     if constexpr (kSplitTokens) {
-        if (!has_extra_tokens(task) && has_token_rows(task)) {
-            return run_tile<64, true>(p, smem, head, ring, task, share, slot);
-        }
+        const bool plain = !has_extra_tokens(task) && has_token_rows(task);
+        if (plain) return run_tile<64, true>(p, smem, head, ring, task, share, slot);
     }
     if constexpr (kTileTokens > kBlockTokens) {
         if (has_extra_tokens(task)) return run_tile<64, true, true>(p, smem, head, ring, task, share, slot);

@@ -7,3 +7,6 @@ DEVICE void wait_for_tokens(const Params&, Smem&) {}
 constexpr u32 kFetchBatch = 1;
 template <typename Store, typename StoreScale>
 DEVICE void fetch_token(const Params&, u32, Store, StoreScale) {}
+
+// What GEMM 2 must know of a row: the slots of its token that hold experts.
+DEVICE u32 row_use(const Params& p, u32 pair) { return used_slots(p, pair / kTopK); }

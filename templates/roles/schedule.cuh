@@ -130,7 +130,7 @@ DEVICE void role_schedule(const Params& p, Smem& smem, const Head& head) {
             for (u32 i = lane; i < task.num_rows; i += kWarpThreads) {
                 const u32 pair = pair_of_row(p, smem, head, task.row_start + i);
                 smem.task_rows[slot.stage][i] = pair;
-                if (task.phase == kGemm2) smem.task_used[slot.stage][i] = used_slots(p, pair / kTopK);
+                if (task.phase == kGemm2) smem.task_used[slot.stage][i] = row_use(p, pair);
             }
         }
         if (lane == 0) {

@@ -75,12 +75,13 @@ def test_kernels_that_would_spill_are_refused():
         PlanError, match="prefill bucket multiplies mxfp4_fp8 on many ranks, .* take"
     ):
         replace(packed, num_ranks=2).check(H200)
-    slots = replace(SMALL, format="mxfp4_bf16", top_k=9)
-    plans(slots)
-    with pytest.raises(
-        PlanError, match="top_k must be at most 8 for mxfp4_bf16 on .*, got 9; take"
-    ):
-        plans(slots, num_ranks=2)
+    for top_k in (6, 9):
+        slots = replace(SMALL, num_experts=top_k, format="mxfp4_bf16", top_k=top_k)
+        plans(slots)
+        with pytest.raises(
+            PlanError, match=f"top_k must be one of .*, 8 for mxfp4_bf16 on .*, got {top_k}; take"
+        ):
+            plans(slots, num_ranks=2)
 
 
 @pytest.mark.parametrize("bucket", BUCKETS)
