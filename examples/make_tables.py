@@ -4,14 +4,17 @@
     python examples/make_tables.py --check    say whether it is up to date (exit 1 if not)
 
 A line of a *.jsonl is one measured point. Of points that differ only in when they were measured the
-latest counts. A *-peers.toml holds what others reach, transformers/*.jsonl what models do.
+latest counts. A *-peers.toml holds what others reach, transformers/*.jsonl what models do,
+tune/*.jsonl what sweeps found.
 """
 
 import json
 import sys
 from pathlib import Path
 
+from jitmoe import tune
 from jitmoe.bench.records import TABLE, Comparison, compare, latest, load, published
+from jitmoe.tune import winners
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "examples" / "records"
@@ -213,22 +216,42 @@ def models_table(rows: list[dict]) -> str:
     return "\n".join([title, "", conditions(rows), "", *markdown(list(texts[0]), texts)])
 
 
-def figures(rows: list[dict], peers: list[dict], picture: bool, of_models: list[dict] = ()) -> str:
+def sweep(folder: Path) -> list[dict]:
+    """Rows of the latest sweep."""
+    return [row for path in sorted(folder.glob("*.jsonl"))[-1:] for row in tune.load(path)]
+
+
+def sweep_table(rows: list[dict]) -> str:
+    title = "#### Sweep: the heuristic's plan beside the best"
+    return "\n".join([title, "", conditions(rows), "", winners.table(rows)])
+
+
+def figures(
+    rows: list[dict],
+    peers: list[dict],
+    picture: bool,
+    of_models: list[dict] = (),
+    of_sweep: list[dict] = (),
+) -> str:
     parts = comparisons(rows, peers[-1], picture) if peers else []
+    parts += [sweep_table(of_sweep)] if of_sweep else []
     parts += [models_table(of_models)] if of_models else []
     parts += tables(rows)
     return "\n\n".join(parts) if parts else NOTHING
 
 
-def updated(readme: str, rows: list[dict], peers=(), picture=False, of_models=()) -> str:
+def updated(
+    readme: str, rows: list[dict], peers=(), picture=False, of_models=(), of_sweep=()
+) -> str:
     """`readme` with its figures made anew: from rows, the published figures of peers, with the
-    picture if there is one, and rows of models. Raises ValueError if it lacks the marks.
+    picture if there is one, and rows of models and of a sweep. Raises ValueError if it lacks the
+    marks.
     """
     before, begin, rest = readme.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"README.md must hold {BEGIN} and, after it, {END}")
-    return f"{before}{BEGIN}\n\n{figures(rows, peers, picture, of_models)}\n\n{END}{after}"
+    return f"{before}{BEGIN}\n\n{figures(rows, peers, picture, of_models, of_sweep)}\n\n{END}{after}"
 
 
 def main(args: list[str]) -> int:
@@ -239,7 +262,8 @@ def main(args: list[str]) -> int:
     old = path.read_text(encoding="utf-8")
     try:
         is_drawn, of_models = (ROOT / PICTURE).is_file(), models(RECORDS / "transformers")
-        new = updated(old, load(RECORDS), published(RECORDS), is_drawn, of_models)
+        of_sweep = sweep(RECORDS / "tune")
+        new = updated(old, load(RECORDS), published(RECORDS), is_drawn, of_models, of_sweep)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1

@@ -10,7 +10,7 @@ from jitmoe.tracing.summary import Summary
 
 pytest.importorskip("matplotlib", reason="plots need the notebook extra")
 
-RECORD = Path(__file__).resolve().parents[2] / "examples/records/tune/2026-11-30-converted.jsonl"
+RECORD = Path(__file__).resolve().parents[2] / "examples/records/tune/2026-11-30-h200.jsonl"
 TOKENS = [1, 8, 32, 128, 512, 2048, 8192]
 
 
