@@ -191,6 +191,9 @@ EQUIVALENT = {
     "roles/schedule.cuh: task.k_begin -> 0 #2": "fewer parts are taken for short: only later",
     "roles/schedule.cuh: k * (part + 1) / parts -> k": "the first part is the whole tile then, "
     "which finishes it, and the others' sums are never joined",
+    "roles/load.cuh: without wait_for_room(p, smem, second);": "the second of a pair waits for its "
+    "stage itself: only earlier",
+    "roles/load.cuh: task.k_begin -> 0 #4": "another k-block begins the pairs of a part",
     "roles/feed.cuh: task.k_begin -> 0": "prefill has no parts: it is 0",
     "roles/expand.cuh: task.k_begin -> 0": "the same",
     "roles/bias.cuh: without sync_warp();": "only keeps the compiler from loading all ahead",
