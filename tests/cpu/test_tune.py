@@ -416,6 +416,41 @@ def test_store(tmp_path):
     assert path.read_text() == '{"bench": "mega_moe"}\n', "what is no store is left as it is"
 
 
+@pytest.mark.parametrize(
+    "text", ["my notes", '{"hidden_size": 7168}', '{"bench": "tu ', "3", "3\n"]
+)
+def test_a_file_of_something_else_is_no_store(text, tmp_path):
+    path = tmp_path / "notes.md"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"notes.md:1: no.* take another file"):
+        Store(path)
+    assert path.read_text() == text
+
+
+@pytest.mark.parametrize("length", [1, 9, 16, 40])
+def test_a_row_that_was_cut_off_is_dropped(length, tmp_path):
+    path, row = (
+        tmp_path / "rows.jsonl",
+        {"bench": "tune"} | dict.fromkeys(KEY, 1) | {"status": "ok"},
+    )
+    path.write_text(json.dumps(row) + "\n" + json.dumps(row)[:length])
+    with Store(path) as store:
+        assert store.rows == [row]
+    assert path.read_text() == json.dumps(row) + "\n"
+
+
+def test_a_row_that_lost_its_line_end_is_kept(tmp_path):
+    path, row = (
+        tmp_path / "rows.jsonl",
+        {"bench": "tune"} | dict.fromkeys(KEY, 1) | {"status": "ok"},
+    )
+    path.write_text(json.dumps(row))
+    with Store(path) as store:
+        assert store.rows == [row]
+        store.append(row)
+    assert tune.load(path) == [row, row]
+
+
 # The command
 
 
