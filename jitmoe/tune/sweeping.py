@@ -79,7 +79,7 @@ def sweep(
         for some in [candidates(problem, gpu, space, **fields)]
         for candidate in some
     ]
-    deadline = time.monotonic() + (budget_s or float("inf"))
+    deadline = time.monotonic() + (float("inf") if budget_s is None else budget_s)
     with Store(store) as log:
         facts = conditions(gpu.name, _command())
         facts.pop("gpu")

@@ -280,6 +280,12 @@ def test_gpu_measurer_of_a_wrong_plan(options, reason, timed, monkeypatch):
 # Stopping and going on
 
 
+def test_a_budget_of_nothing_is_no_endless_one(sweep):
+    said = []
+    assert sweep(budget_s=0, say=said.append) == []
+    assert "the budget of 0 s is spent: 0 rows" in said[-1]
+
+
 @pytest.mark.parametrize("how", ["interrupt", "budget"])
 def test_a_sweep_that_is_stopped_goes_on(how, sweep, tmp_path, monkeypatch):
     whole = sweep(store=tmp_path / "whole.jsonl")
@@ -498,11 +504,20 @@ def test_command_of_a_space(command):
         (["--skew", "even"], "skew must be one of"),
         (["--space", "num_stages"], "space must be fields and values"),
         (["--space", "hidden=3"], "space must have fields of"),
+        (["--save", "sight"], 'save must be "site" or a .json file, got'),
+        (["--save", "site"], "there is no place for a site file"),
+        (["--save", "damaged.json"], "damaged.json is damaged and not overwritten"),
+        (["--save", "a.json", "--rounds", "1"], "--save needs two rounds, got 1"),
+        (["--save", "a.json", "--skew", "zipf"], "--save needs uniform routing, got zipf"),
     ],
 )
-def test_mistakes_of_a_command(args, words, command):
+def test_mistakes_of_a_command(args, words, command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("damaged.json").write_text("{")
     result = command(*args)
     assert result.exit_code == 2 and words in result.stderr
+    assert "round 1" not in result.stdout, "nothing is measured that is lost then"
+    assert [path.name for path in tmp_path.iterdir()] == ["damaged.json"]
 
 
 def test_command_without_a_gpu(monkeypatch):
