@@ -76,7 +76,7 @@ def sweep(
     trials = [
         Trial(problem, variant, skew, gpu, candidate, some[0].plan)
         for problem in dict.fromkeys(problems)
-        for some in [candidates(problem, gpu, space, **fields)]
+        for some in [candidates(problem, gpu, space, say=say, **fields)]
         for candidate in some
     ]
     deadline = time.monotonic() + (float("inf") if budget_s is None else budget_s)
@@ -99,6 +99,8 @@ def _check(problems: list[MoeProblem], skew: str) -> None:
     if skew not in ROUTINGS:
         raise ValueError(f"skew must be one of {', '.join(ROUTINGS)}, got {skew!r}; take one")
     for problem in problems:
+        if not isinstance(problem, MoeProblem):
+            raise ValueError(f"problems must be of MoeProblem, got {problem!r}")
         if problem.num_tokens == 0:
             raise ValueError(
                 "a problem to be measured must have tokens, got num_tokens 0; use "

@@ -92,6 +92,36 @@ def test_candidates_of_a_space():
         candidates(PREFILL, H200, {"bucket": ["both"]}, **FIELDS)
 
 
+@pytest.mark.parametrize(
+    "space, words",
+    [
+        ([3], "space must be a mapping of plan fields to values, got [3]"),
+        ({"num_stages": 3}, "num_stages of space must be a list of whole numbers, got 3"),
+        ({"num_stages": "34"}, "num_stages of space must be a list of whole numbers, got '34'"),
+        ({"num_stages": [3, "x"]}, "num_stages of space must be a list of whole numbers, got"),
+        ({"unroll_k": [2.0]}, "unroll_k of space must be a list of whole numbers, got"),
+        ({"bucket": "prefill"}, "bucket of space must be a list of buckets, got 'prefill'"),
+        ({3: [3]}, "space must have fields of bucket"),
+    ],
+    ids=str,
+)
+def test_mistakes_of_a_space(space, words):
+    with pytest.raises(ValueError) as error:
+        candidates(DECODE, H200, space, **FIELDS)
+    assert words in str(error.value)
+
+
+def test_a_space_of_which_nothing_can_run_is_said():
+    said = []
+    [alone] = candidates(DECODE, H200, {"num_stages": [1, 99]}, say=said.append, **FIELDS)
+    assert alone.changes == ""
+    [text] = said
+    assert text.startswith("none of the 2 plans of the space can run for 8 tokens of hidden 2,048")
+    assert "got 1" in text
+    found = candidates(DECODE, H200, {"num_stages": np.arange(4, 99)}, say=pytest.fail, **FIELDS)
+    assert {type(one.plan.num_stages) for one in found} == {int} and len(found) > 1
+
+
 def test_a_bucket_that_bits_depend_on_stays():
     problem = replace(PREFILL, format="mxfp4_fp8")
     found = candidates(problem, H200, **FIELDS | {"batch_invariant": True})
@@ -178,6 +208,7 @@ def test_kernels_are_built(tmp_path):
     [
         ({"problems": replace(DECODE, num_tokens=0)}, "must have tokens, got num_tokens 0"),
         ({"skew": "even"}, "skew must be one of uniform"),
+        ({"problems": ["S1"]}, "problems must be of MoeProblem, got 'S1'"),
         ({"problems": replace(DECODE, num_experts=4)}, "needs top_k up to the 4 experts"),
         ({"store": "/nowhere/rows.jsonl"}, "store must lie in an existing folder"),
     ],
