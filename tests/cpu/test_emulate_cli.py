@@ -213,6 +213,14 @@ def test_without_a_compiler(monkeypatch):
     assert "found no C++ compiler" in message and "pip install ziglang" in message
 
 
+def test_a_compiler_that_is_not_there(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler -O1")
+    monkeypatch.setattr(host, "compiler", host.compiler.__wrapped__)  # without its memory
+    monkeypatch.setattr(host, "compiler_version", host.compiler_version.__wrapped__)
+    message = refusal(*SMALL, code=1)
+    assert "CXX is 'no-such-compiler -O1', and there is no such program; set it" in message
+
+
 @pytest.fixture
 def damage(monkeypatch, tmp_path):
     """Replace text in a copy of the templates, which is then the one that kernels are made of."""
