@@ -17,7 +17,7 @@ from jitmoe.plan.mega_moe import MegaMoePlan
 from jitmoe.plan.problem import MoeProblem
 from jitmoe.plan.variant import DEFAULT, Variant
 from jitmoe.reference import ROUTINGS
-from jitmoe.run.driver import device_spec
+from jitmoe.run.driver import DriverError, device_spec, num_devices
 from jitmoe.tune.progress import Progress
 from jitmoe.tune.space import candidates
 from jitmoe.tune.store import Store
@@ -67,11 +67,12 @@ def sweep(
 
     A candidate that does not compile, crashes, hangs or computes something else is a row, with
     status and reason. Ctrl-C, or a notebook's interrupt, ends the sweep and returns the rows.
-    Raises ValueError for a problem, space, skew or store that cannot be, PlanError if no plan fits.
+    Raises ValueError for a problem, space, skew or store that cannot be, PlanError if no plan fits,
+    DriverError without a GPU.
     """
     problems = [problems] if isinstance(problems, MoeProblem) else list(problems)
     _check(problems, skew)
-    gpu = gpu or device_spec(0)
+    gpu = gpu or _gpu_here()
     fields = variant.plan_fields
     trials = [
         Trial(problem, variant, skew, gpu, candidate, some[0].plan)
@@ -93,6 +94,15 @@ def sweep(
         except _OutOfBudget:
             say(f"the budget of {budget_s:g} s is spent: {len(run.rows)} rows; call again to go on")
         return run.rows
+
+
+def _gpu_here() -> GpuSpec:
+    if num_devices() == 0:
+        raise DriverError(
+            "a sweep needs a GPU and finds none; see `jitmoe doctor`, or read rows that another "
+            "machine has measured by jitmoe.tune.load"
+        )
+    return device_spec(0)
 
 
 def _check(problems: list[MoeProblem], skew: str) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from jitmoe import tune, tuned
+from jitmoe import DriverError, tune, tuned
 from jitmoe.bench.points import SHAPES
 from jitmoe.cli import app
 from jitmoe.jit.build import Outcome
@@ -549,6 +549,12 @@ def test_mistakes_of_a_command(args, words, command, tmp_path, monkeypatch):
     assert result.exit_code == 2 and words in result.stderr
     assert "round 1" not in result.stdout, "nothing is measured that is lost then"
     assert [path.name for path in tmp_path.iterdir()] == ["damaged.json"]
+
+
+def test_a_sweep_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(sweeping, "num_devices", lambda: 0)
+    with pytest.raises(DriverError, match="a sweep needs a GPU and finds none; .* jitmoe.tune.lo"):
+        tune.sweep(DECODE)
 
 
 def test_command_without_a_gpu(monkeypatch):
