@@ -69,7 +69,7 @@ def tuned_plans() -> Iterator[Finding]:
         try:
             num_plans = len(tuned.load(path, damage.append))
         except tuned.TunedFileError as error:
-            num_plans, damage, remedy = None, [str(error)], f"{tuned.MEND}, or set JITMOE_TUNED"
+            num_plans, damage, remedy = None, [str(error)], f"{tuned.MEND} or set JITMOE_TUNED=off"
         where = "shipped" if path == tuned.SHIPPED else path
         if num_plans is not None:
             absent = "" if path.exists() else ", which is not there yet"

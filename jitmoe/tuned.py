@@ -191,6 +191,12 @@ def site_file() -> Path | None:
     return None if directory is None or settings.get("JITMOE_NO_CACHE") else directory / FILE
 
 
+def absent_site_file() -> Path | None:
+    """The file that JITMOE_TUNED names, if it is not there: misspelt, or not saved yet."""
+    path = site_file() if settings.get("JITMOE_TUNED") else None
+    return None if path is None or path.exists() else path
+
+
 def files() -> list[Path]:
     """Those that are looked into, the first first."""
     if str(settings.get("JITMOE_TUNED")).lower() == OFF:

@@ -449,6 +449,12 @@ def test_plan_says_so(site):
         args = ["plan", *map(str, sizes), "--tokens", str(num_tokens)]
         shown = CliRunner().invoke(app, args)
         assert f"plan from      {words}\n" in shown.stdout, shown.output
+    site.rename(site.with_name("aside.json"))
+    tuned.read.cache_clear()
+    shown = CliRunner().invoke(app, args)
+    assert f"plan from      heuristic; JITMOE_TUNED names {site}, which is" in shown.stdout
+    site.with_name("aside.json").rename(site)
+    tuned.read.cache_clear()
     shown = CliRunner().invoke(app, ["show", "--plain", *map(str, sizes), "--tokens", "8"])
     assert "num_stages=3" in shown.stdout or "kNumStages = 3" in shown.stdout
 
