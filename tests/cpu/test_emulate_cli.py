@@ -274,7 +274,7 @@ def test_a_kernel_that_stalls(damage):
 
 def test_ranks_whose_kernel_is_wrong(damage):
     """The sum of a rank's rows goes to the second slot of them instead of the first."""
-    damage("roles/many_ranks.cuh", "__ffs(used) - 1); }", "__ffs(used & (used - 1)) - 1); }")
+    damage("roles/many_ranks.cuh", "+ __ffs(used) - 1)", "+ __ffs(used & (used - 1)) - 1)")
     options = ["--ranks", "2", "--tokens", "5", "--seed", "4"]
     text = invoke(*SMALL, *options, "--presum", "--seeds", 2, code=1).stdout
     assert "seed 4: FAIL, relative error" in text and "seed 5" not in text
