@@ -251,7 +251,9 @@ def updated(
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"README.md must hold {BEGIN} and, after it, {END}")
-    return f"{before}{BEGIN}\n\n{figures(rows, peers, picture, of_models, of_sweep)}\n\n{END}{after}"
+    return (
+        f"{before}{BEGIN}\n\n{figures(rows, peers, picture, of_models, of_sweep)}\n\n{END}{after}"
+    )
 
 
 def main(args: list[str]) -> int:

@@ -81,7 +81,7 @@ def tune(
     from jitmoe.plan.variant import Activation as Kind
     from jitmoe.plan.variant import Variant
     from jitmoe.tune.sweeping import sweep
-    from jitmoe.tune.winners import best, compare, table
+    from jitmoe.tune.winners import best, compare, place, table
     from jitmoe.tune.winners import save as save_rows
 
     sizes = (hidden, intermediate, experts, top_k)
@@ -101,6 +101,9 @@ def tune(
     def say(text: str) -> None:
         typer.echo(text, err=as_json)
 
+    if save is not None:
+        _check_save(save, skew, rounds)
+        place(None if save == SITE else save)
     gpu = gpu_to_measure("tune")
     say(f"{gpu.name}; rows -> {store or 'memory only'}; site file {tuned.site_file()}")
     options = {"skew": skew, "budget_s": budget, "store": store, "variant": variant, "say": say}
@@ -116,6 +119,16 @@ def tune(
         say(f"{len(best(rows))} plans -> {path}")
     if any(row["is_heuristic"] for row in failed):
         raise typer.Exit(1)
+
+
+def _check_save(save: str, skew: str, rounds: int) -> None:
+    """Raises ValueError for options by which nothing could be saved."""
+    if save != SITE and not save.endswith(".json"):
+        raise ValueError(f'save must be "{SITE}" or a .json file, got {save!r}')
+    if rounds < 2:
+        raise ValueError(f"--save needs two rounds, got {rounds}: a winner wins twice")
+    if skew != "uniform":
+        raise ValueError(f"--save needs uniform routing, got {skew}; leave one of the two out")
 
 
 def _space(text: str) -> dict[str, list]:

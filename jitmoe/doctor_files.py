@@ -65,15 +65,16 @@ def tuned_plans() -> Iterator[Finding]:
     if not tuned.files():
         yield Finding("note", "tuned plans", "off: JITMOE_TUNED is off")
     for path in tuned.files():
-        damage = []
+        damage, remedy = [], "remove the entry"
         try:
             num_plans = len(tuned.load(path, damage.append))
         except tuned.TunedFileError as error:
-            num_plans, damage = 0, [str(error)]
+            num_plans, damage, remedy = None, [str(error)], f"{tuned.MEND} or set JITMOE_TUNED=off"
         where = "shipped" if path == tuned.SHIPPED else path
-        yield Finding("ok", "tuned plans", f"{num_plans} of {where}")
+        if num_plans is not None:
+            absent = "" if path.exists() else ", which is not there yet"
+            yield Finding("ok", "tuned plans", f"{num_plans} of {where}{absent}")
         for reason in damage:
-            remedy = "sweep again and save, or remove the file or entry"
             yield Finding("note", "tuned plans", f"{path}: {reason}", remedy)
 
 

@@ -18,7 +18,7 @@ from jitmoe.run.arrays import host_view, view
 from jitmoe.run.group_workspace import GroupWorkspace
 from jitmoe.run.launch import Kernel, ParamBlock
 from jitmoe.run.streams import current_stream, stream_address
-from jitmoe.run.symmetric import Group
+from jitmoe.run.symmetric import Group, check_group
 from jitmoe.run.workspace import Workspace, implicit_workspace
 from jitmoe.weights import ExpertWeights
 
@@ -132,6 +132,8 @@ def mega_moe(
         *(activation, routed_scaling_factor, apply_router_weight_on_input),
         *(first_expert, batch_invariant),
     )
+    if group is not None:
+        check_group(group)
     is_alone = group is None or group.num_ranks == 1
     if is_alone and (expert_map is not None or (group is None and max_num_tokens is not None)):
         name = "max_num_tokens" if expert_map is None else "expert_map"

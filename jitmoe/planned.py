@@ -88,6 +88,8 @@ def _check_gate(weights: ExpertWeights, variant: Variant) -> None:
 
 
 def _check_plan(plan: MegaMoePlan, weights: ExpertWeights, top_k: int, fields: dict) -> None:
+    if not isinstance(plan, MegaMoePlan):
+        raise TypeError(f"plan must be a MegaMoePlan, got {type(plan).__name__}; leave it out")
     wanted = (weights.hidden, weights.intermediate, weights.num_experts, top_k)
     got = (plan.hidden, plan.intermediate, plan.num_experts, plan.top_k)
     fields = {"format": weights.format, **fields}

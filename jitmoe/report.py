@@ -83,12 +83,13 @@ def print_plan(console: Console, title: str, report: dict, note: str = "") -> No
     """The report as text, with a model's note."""
     layer, gpu = report["problem"], report["gpu"]
     low, high = report["bucket_tokens"]
-    is_tuned = report["plan_from"] != "heuristic"
+    is_tuned, absent = report["plan_from"] != "heuristic", tuned.absent_site_file()
     facts = {
         "layer": f"{title}: {layer['num_tokens']:,} tokens, hidden {layer['hidden']:,}, "
         f"intermediate {layer['intermediate']:,}, {layer['num_experts']} experts, "
         f"top_k {layer['top_k']}, in {layer['format']}{', no gate' * (not layer['gated'])}",
-        "plan from": f"{'tuned, ' * is_tuned}{report['plan_from']}",
+        "plan from": f"{'tuned, ' * is_tuned}{report['plan_from']}"
+        + (f"; JITMOE_TUNED names {absent}, which is not there" if absent else ""),
         "bucket": f"{report['bucket']}, which serves {low:,} to {high:,} tokens of this layer "
         f"({report['tokens_per_active_expert']:.1f} a busy expert now)",
         "kernel": f"{report['kernel']} for {report['arch']}, "

@@ -27,6 +27,7 @@ from jitmoe.plan.plan import PlanError
 from jitmoe.plan.problem import MoeProblem
 
 VERSION = 1  # of the file
+MEND = "repair the file, move it away"
 FILE = "tuned.json"
 SHIPPED = Path(__file__).with_name(FILE)
 OFF = "off"  # of JITMOE_TUNED
@@ -161,14 +162,14 @@ def plans_of_model(problem: MoeProblem, gpu: GpuSpec, **variant) -> list[MegaMoe
     return list(dict.fromkeys(plans + found))
 
 
-def say_unusable(path: Path, reason: str) -> None:
+def say_unusable(path: Path, reason: str, remedy: str = "remove the entry") -> None:
     """Once for a file and reason."""
     cache.say_once(
         f"{path}: {reason}",
-        "%s: %s; calls take the heuristic's plan. Sweep again and save, remove the entry, or set "
-        "JITMOE_TUNED=off",
+        "%s: %s; calls take the heuristic's plan. To be rid of this, %s or set JITMOE_TUNED=off",
         path,
         reason,
+        remedy,
     )
 
 
@@ -190,6 +191,12 @@ def site_file() -> Path | None:
     return None if directory is None or settings.get("JITMOE_NO_CACHE") else directory / FILE
 
 
+def absent_site_file() -> Path | None:
+    """The file that JITMOE_TUNED names, if it is not there: misspelt, or not saved yet."""
+    path = site_file() if settings.get("JITMOE_TUNED") else None
+    return None if path is None or path.exists() else path
+
+
 def files() -> list[Path]:
     """Those that are looked into, the first first."""
     if str(settings.get("JITMOE_TUNED")).lower() == OFF:
@@ -205,13 +212,13 @@ def read(path: Path) -> tuple[Entry, ...]:
     try:
         return tuple(load(path, lambda reason: say_unusable(path, reason)))
     except TunedFileError as error:
-        say_unusable(path, str(error))
+        say_unusable(path, str(error), MEND)
     return ()
 
 
 def load(path: Path, say: Callable[[str], None]) -> list[Entry]:
     """The entries of a file, none if there is no file; `say` gets a sentence for each that is left
-    out. Raises TunedFileError for what is no tuned file.
+    out, and "remove the entry" is its remedy. Raises TunedFileError for what is no tuned file.
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -228,12 +235,20 @@ def load(path: Path, say: Callable[[str], None]) -> list[Entry]:
         try:
             entries.append(_entry(row))
         except (KeyError, TypeError, ValueError) as error:
-            say(f"entry {number} of its plans is damaged ({type(error).__name__}: {error})")
+            say(f"entry {number} of its plans is damaged ({_in_words(error)})")
     return entries
+
+
+def _in_words(error: Exception) -> str:
+    return f"it lacks {error}" if isinstance(error, KeyError) else str(error)
 
 
 def _entry(row: dict) -> Entry:
     """Raises KeyError, TypeError or ValueError for what is none."""
+    if not isinstance(row, dict):
+        raise ValueError(f"it must be an object, got {row!r}")
+    if not isinstance(row["tokens"], list):
+        raise ValueError(f"tokens must be two counts, got {row['tokens']!r}")
     entry = Entry(**(row | {"tokens": tuple(row["tokens"])}))
     first, last = entry.tokens
     if not (type(first) is type(last) is int and 1 <= first <= last):
@@ -247,6 +262,16 @@ def _entry(row: dict) -> Entry:
     return entry
 
 
+def load_to_write(path: Path) -> list[Entry]:
+    """The entries of a file that is to be replaced. Raises TunedFileError if it is damaged."""
+    try:
+        return load(path, _refuse)
+    except TunedFileError as error:
+        raise TunedFileError(
+            f"{path} is damaged and not overwritten: {error}; repair it or move it away"
+        ) from None
+
+
 def write(path: Path, merge: Callable[[list[Entry]], Iterable[Entry]]) -> None:
     """Replace the entries of a file by what `merge` makes of them: whole or not at all, and one
     writer after the other. Raises TunedFileError for a file that is damaged, and OSError.
@@ -254,12 +279,7 @@ def write(path: Path, merge: Callable[[list[Entry]], Iterable[Entry]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.with_name(f".{path.name}.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
-            entries = load(path, _refuse)
-        except TunedFileError as error:
-            raise TunedFileError(
-                f"{path} is damaged and not overwritten: {error}; repair it or move it away"
-            ) from None
+        entries = load_to_write(path)
         entries = sorted(merge(entries), key=lambda entry: (str(entry.key), entry.tokens))
         document = {"version": VERSION, "plans": [asdict(entry) for entry in entries]}
         aside = path.with_name(f".{path.name}.{os.getpid()}")

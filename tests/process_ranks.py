@@ -47,12 +47,13 @@ def run_ranks(
     """
     context = multiprocessing.get_context("spawn")
     outcomes = [Outcome() for _ in range(num_ranks)]
+    say_at = time.monotonic() + 0.9 * timeout_s  # a clock of all processes; their start takes time
     processes, links = [], {}
     try:
         for rank in range(num_ranks):
             here, there = context.Pipe()
             process = context.Process(
-                target=_run, args=(function, rank, num_ranks, there, arguments, timeout_s)
+                target=_run, args=(function, rank, num_ranks, there, arguments, say_at)
             )
             process.start()
             there.close()  # so that the end of the process is the end of the pipe
@@ -132,10 +133,10 @@ def _run(
     num_ranks: int,
     link: Connection,
     arguments: tuple,
-    timeout_s: float,
+    say_at: float,
 ) -> None:
     """A process's main function."""
-    faulthandler.dump_traceback_later(0.9 * timeout_s)
+    faulthandler.dump_traceback_later(max(0.01, say_at - time.monotonic()))
     try:
         value = function(rank, num_ranks, partial(_all_gather, link), *arguments)
         message = ("returned", pickle.dumps(value))

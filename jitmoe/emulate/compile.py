@@ -72,7 +72,13 @@ class HostCompileError(RuntimeError):
 def compiler() -> tuple[str, ...]:
     """The command of the host C++ compiler. Raises NoHostCompiler."""
     if chosen := os.environ.get("CXX", "").strip():
-        return tuple(shlex.split(chosen))
+        command = tuple(shlex.split(chosen))
+        if shutil.which(command[0]) is None:
+            raise NoHostCompiler(
+                f"CXX is {chosen!r}, and there is no such program; set it to a C++ compiler, or "
+                "unset it"
+            )
+        return command
     for name in ("g++", "clang++"):
         if path := shutil.which(name):
             return (path,)

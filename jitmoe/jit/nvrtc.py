@@ -66,7 +66,7 @@ class Resources:
                 f"{self.spill_load_bytes} of loads)"
             )
         if failures:
-            raise CompileError(f"{plan} compiles badly: {'; '.join(failures)}", log, source)
+            raise CompileError(f"{'; '.join(failures)}: {plan} compiles badly", log, source)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from jitmoe.plan.memory_map import MemoryMap
 from jitmoe.plan.plan import Plan
 from jitmoe.run.driver import is_capturing
-from jitmoe.run.symmetric import Group, SymmetricMemory
+from jitmoe.run.symmetric import Group, SymmetricMemory, check_group
 from jitmoe.run.workspace import CaptureError, Workspace
 
 
@@ -20,6 +20,7 @@ class GroupWorkspace:
     """
 
     def __init__(self, group: Group, timeout_s: float | None = None):
+        check_group(group)
         self.group = group
         self.workspaces = [Workspace(group.device, timeout_s=timeout_s) for _ in group.ranks]
         self._shared: dict[MemoryMap, tuple[SymmetricMemory, object]] = {}

@@ -32,6 +32,11 @@ class Meeting:
     def __init__(
         self, rank: int, num_ranks: int, all_gather: Callable[[object], Sequence], group: str
     ):
+        if not callable(all_gather):
+            raise TypeError(
+                f"all_gather of a {group} must be a function of an object, got {all_gather!r}; "
+                f"pass one, or take {group}.from_torch() or .from_mpi()"
+            )
         self.rank, self.num_ranks = rank, num_ranks
         self._all_gather, self._group = all_gather, group
 
@@ -64,9 +69,13 @@ class Meeting:
             error = caught
         failure = None if error is None else f"{type(error).__name__}: {error}"
         answers = self.gather(what, (result, failure))
-        failed = [f"rank {r}: {text}" for r, (_, text) in enumerate(answers) if text]
+        failed: dict[str, list[int]] = {}
+        for rank, (_, text) in enumerate(answers):
+            if text:
+                failed.setdefault(text, []).append(rank)
         if failed:
-            raise RankError(f"could not {what}: {'; '.join(failed)}") from error
+            texts = [f"{name_ranks(ranks)}: {text}" for text, ranks in failed.items()]
+            raise RankError(f"could not {what}: {'; '.join(texts)}") from error
         return [result for result, _ in answers]
 
     def agree(self, what: str, facts: Mapping[str, object]) -> None:

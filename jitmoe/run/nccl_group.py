@@ -35,12 +35,18 @@ class NcclGroup(ProcessGroup):
 
     Raises on all ranks RankMismatch, by name of the ranks, for different versions of jitmoe or
     NCCL, or ranks of more than one NVLink domain (NCCL's LSA team), and RankError for whatever
-    fails on one of them; ValueError for several ranks without all_gather.
+    fails on one of them; TypeError for another communicator, ValueError for several ranks without
+    all_gather.
     """
 
     _by_hand = "NcclGroup.connect"
 
     def __init__(self, communicator, all_gather: Callable[[object], Sequence] | None = None):
+        if not hasattr(communicator, "nranks"):
+            raise TypeError(
+                f"communicator must be of nccl4py, got {type(communicator).__name__}; for others "
+                "take NcclGroup.from_torch(), .from_mpi() or .from_any()"
+            )
         rank, num_ranks = communicator.rank, communicator.nranks
         if all_gather is None and num_ranks > 1:
             raise ValueError(

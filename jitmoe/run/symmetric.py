@@ -7,6 +7,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
+from jitmoe.run.driver import DriverError, num_devices
 from jitmoe.run.ranks import check_num_ranks
 
 
@@ -85,11 +86,25 @@ def check_num_bytes(num_bytes: int) -> None:
         raise ValueError(f"num_bytes must be an int of at least 1, got {num_bytes!r}")
 
 
+def check_group(group: object) -> None:
+    """Raises TypeError for what is no group."""
+    if not isinstance(group, Group):
+        raise TypeError(
+            "group must be a LocalGroup, PeerGroup or NcclGroup, got "
+            f"{type(group).__name__}; make one, such as jitmoe.PeerGroup.from_torch()"
+        )
+
+
 def device_number(device: int | None) -> int:
-    """`device`, or CuPy's current device for None."""
+    """`device`, or CuPy's current device for None. Raises DriverError where there is no GPU."""
     if device is None:
         import cupy
 
+        if num_devices() == 0:
+            raise DriverError(
+                "a group needs a GPU and finds none; see `jitmoe doctor`, or try ranks on this "
+                "CPU by `jitmoe emulate --ranks 2`"
+            )
         device = cupy.cuda.Device().id
     return device
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
+from operator import index
 
 from jitmoe import tuned
 from jitmoe.plan import heuristics
@@ -58,6 +59,8 @@ def candidates(
     problem: MoeProblem,
     gpu: GpuSpec,
     space: Mapping[str, Iterable] | None = None,
+    *,
+    say: Callable[[str], None] = lambda text: None,
     **variant,
 ) -> list[Candidate]:
     """The heuristic's plan, the tuned one if there is one, then those of `space` that
@@ -66,19 +69,26 @@ def candidates(
     space    None: the other bucket's plan, and the changes `DEFAULT`. Else field
              of `tuned.TUNABLE` -> values: every combination, beside the heuristic's other fields
              for the bucket
+    say      gets a sentence if no plan of `space` can run
     variant  as in `heuristics.choose`
 
-    Raises ValueError for a field that is no such, and PlanError if no plan fits.
+    Raises ValueError for a field or a value that is no such, and PlanError if no plan fits.
     """
     chosen = heuristics.choose(problem, gpu, **variant)
     by_bucket = heuristics.plans_of_model(problem, gpu, **variant)
-    found = [chosen, tuned.choose(problem, gpu, **variant).plan]
     tried = _changed(chosen, by_bucket) if space is None else _grid(chosen, by_bucket, space)
+    fit, refused = [], []
     for plan in tried:
         try:
-            found.append(tuned.checked(plan, gpu))
-        except PlanError:
-            continue
+            fit.append(tuned.checked(plan, gpu))
+        except PlanError as error:
+            refused.append(error)
+    if refused and not fit:
+        say(
+            f"none of the {len(refused)} plans of the space can run for {problem.num_tokens:,} "
+            f"tokens of hidden {problem.hidden:,}; the first: {refused[0]}"
+        )
+    found = [chosen, tuned.choose(problem, gpu, **variant).plan, *fit]
     return [Candidate(plan, _changes(plan, chosen)) for plan in dict.fromkeys(found)]
 
 
@@ -91,17 +101,33 @@ def _changed(chosen: MegaMoePlan, by_bucket: Mapping[str, MegaMoePlan]) -> Itera
 def _grid(
     chosen: MegaMoePlan, by_bucket: Mapping[str, MegaMoePlan], space: Mapping[str, Iterable]
 ) -> Iterator[MegaMoePlan]:
-    if unknown := [name for name in space if name not in tuned.TUNABLE]:
-        raise ValueError(
-            f"space must have fields of {', '.join(tuned.TUNABLE)}, got {', '.join(unknown)}; "
-            "leave out what says which layer it is"
-        )
-    values = {name: list(some) for name, some in space.items()}
+    values = _values(space)
     for bucket in values.pop("bucket", [chosen.bucket]):
         if bucket not in ("decode", "prefill"):
             raise ValueError(f"bucket must be decode or prefill, got {bucket!r}; take one of them")
         for combination in product(*values.values()) if bucket in by_bucket else ():
             yield replace(by_bucket[bucket], **dict(zip(values, combination, strict=True)))
+
+
+def _values(space: Mapping[str, Iterable]) -> dict[str, list]:
+    """Raises ValueError for what is no space."""
+    if not isinstance(space, Mapping):
+        raise ValueError(f"space must be a mapping of plan fields to values, got {space!r}")
+    if unknown := [str(name) for name in space if name not in tuned.TUNABLE]:
+        raise ValueError(
+            f"space must have fields of {', '.join(tuned.TUNABLE)}, got {', '.join(unknown)}; "
+            "what says which layer it is goes into the problem"
+        )
+    values = {}
+    for name, some in space.items():
+        try:
+            if isinstance(some, str):
+                raise TypeError
+            values[name] = list(some) if name == "bucket" else [index(value) for value in some]
+        except TypeError:
+            kind = "buckets" if name == "bucket" else "whole numbers"
+            raise ValueError(f"{name} of space must be a list of {kind}, got {some!r}") from None
+    return values
 
 
 def _changes(plan: MegaMoePlan, chosen: MegaMoePlan) -> str:

@@ -9,6 +9,9 @@ from pathlib import Path
 
 from jitmoe.tune.trial import KEY
 
+# How a row begins (`trial.row_of`): only such a last line is taken for one that was cut off.
+_START = b'{"bench": "tune"'
+
 
 def load(path: Path | str) -> list[dict]:
     """The rows of a file. A last line that was cut off, as by a killed sweep, is left out. Raises
@@ -18,17 +21,23 @@ def load(path: Path | str) -> list[dict]:
 
 
 def _rows(path: Path, data: bytes) -> tuple[list[dict], int]:
-    """Rows, and the bytes up to a last line that was cut off."""
-    whole = data.rfind(b"\n") + 1
+    """Rows, and the bytes of whole lines: all, but for a last row that was cut off."""
+    last = data.rfind(b"\n") + 1
+    is_cut = data.startswith(_START[: len(data) - last], last) and not _is_json(data[last:])
+    whole = last if is_cut else len(data)
     rows = []
-    for number, line in enumerate(data[:whole].splitlines(), 1):
+    for number, line in enumerate(data[:whole].split(b"\n"), 1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise ValueError(f"{path}:{number}: not JSON: {error}") from None
-        missing = [name for name in (*KEY, "status") if name not in row]
+            raise ValueError(
+                f"{path}:{number}: not JSON: {error}; mend or remove the line, or take another file"
+            ) from None
+        missing = [
+            name for name in (*KEY, "status") if not isinstance(row, dict) or name not in row
+        ]
         if missing:
             raise ValueError(
                 f"{path}:{number}: no row of a sweep, it lacks {', '.join(missing)}; take another "
@@ -36,6 +45,14 @@ def _rows(path: Path, data: bytes) -> tuple[list[dict], int]:
             )
         rows.append(row)
     return rows, whole
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
 
 
 class Store:
@@ -62,8 +79,11 @@ class Store:
             ) from None
         try:
             self._file.seek(0)
-            self.rows, whole = _rows(path, self._file.read())
+            data = self._file.read()
+            self.rows, whole = _rows(path, data)
             self._file.truncate(whole)
+            if whole and not data[:whole].endswith(b"\n"):
+                self._file.write(b"\n")  # an editor took it off
         except BaseException:
             self._file.close()
             raise

@@ -17,7 +17,7 @@ from jitmoe.plan.mega_moe import MegaMoePlan
 from jitmoe.plan.problem import MoeProblem
 from jitmoe.plan.variant import DEFAULT, Variant
 from jitmoe.reference import ROUTINGS
-from jitmoe.run.driver import device_spec
+from jitmoe.run.driver import DriverError, device_spec, num_devices
 from jitmoe.tune.progress import Progress
 from jitmoe.tune.space import candidates
 from jitmoe.tune.store import Store
@@ -67,19 +67,20 @@ def sweep(
 
     A candidate that does not compile, crashes, hangs or computes something else is a row, with
     status and reason. Ctrl-C, or a notebook's interrupt, ends the sweep and returns the rows.
-    Raises ValueError for a problem, space, skew or store that cannot be, PlanError if no plan fits.
+    Raises ValueError for a problem, space, skew or store that cannot be, PlanError if no plan fits,
+    DriverError without a GPU.
     """
     problems = [problems] if isinstance(problems, MoeProblem) else list(problems)
     _check(problems, skew)
-    gpu = gpu or device_spec(0)
+    gpu = gpu or _gpu_here()
     fields = variant.plan_fields
     trials = [
         Trial(problem, variant, skew, gpu, candidate, some[0].plan)
         for problem in dict.fromkeys(problems)
-        for some in [candidates(problem, gpu, space, **fields)]
+        for some in [candidates(problem, gpu, space, say=say, **fields)]
         for candidate in some
     ]
-    deadline = time.monotonic() + (budget_s or float("inf"))
+    deadline = time.monotonic() + (float("inf") if budget_s is None else budget_s)
     with Store(store) as log:
         facts = conditions(gpu.name, _command())
         facts.pop("gpu")
@@ -95,10 +96,21 @@ def sweep(
         return run.rows
 
 
+def _gpu_here() -> GpuSpec:
+    if num_devices() == 0:
+        raise DriverError(
+            "a sweep needs a GPU and finds none; see `jitmoe doctor`, or read rows that another "
+            "machine has measured by jitmoe.tune.load"
+        )
+    return device_spec(0)
+
+
 def _check(problems: list[MoeProblem], skew: str) -> None:
     if skew not in ROUTINGS:
         raise ValueError(f"skew must be one of {', '.join(ROUTINGS)}, got {skew!r}; take one")
     for problem in problems:
+        if not isinstance(problem, MoeProblem):
+            raise ValueError(f"problems must be of MoeProblem, got {problem!r}")
         if problem.num_tokens == 0:
             raise ValueError(
                 "a problem to be measured must have tokens, got num_tokens 0; use "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -134,12 +135,7 @@ def save(rows: Iterable[dict], path: Path | str | None = None) -> Path:
     OSError.
     """
     rows = list(rows)
-    path = tuned.site_file() if path is None else Path(path)
-    if path is None:
-        raise ValueError(
-            "there is no place for a site file (JITMOE_TUNED=off, JITMOE_NO_CACHE or no home "
-            "directory); set JITMOE_TUNED to a path, or pass one"
-        )
+    path = place(path)
     winners = best(rows)
     replaced = {(entry.key, entry.tokens) for entry in winners}
     measured = {
@@ -156,6 +152,23 @@ def save(rows: Iterable[dict], path: Path | str | None = None) -> Path:
         yield from winners
 
     tuned.write(path, merge)
+    return path
+
+
+def place(path: Path | str | None = None) -> Path:
+    """The file that `save` would write. Raises as `save`, so that it can be known before a sweep;
+    touches nothing.
+    """
+    path = tuned.site_file() if path is None else Path(path)
+    if path is None:
+        raise ValueError(
+            "there is no place for a site file (JITMOE_TUNED=off, JITMOE_NO_CACHE or no home "
+            "directory); set JITMOE_TUNED to a path, or pass one"
+        )
+    tuned.load_to_write(path)
+    nearest = next(folder for folder in path.absolute().parents if folder.exists())
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise PermissionError(f"{path} cannot be written: {nearest} is not writable; take another")
     return path
 
 

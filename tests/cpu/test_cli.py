@@ -385,11 +385,15 @@ def test_doctor_on_tuned_files(monkeypatch, tmp_path):
     site = tmp_path / "site.json"
     monkeypatch.setenv("JITMOE_TUNED", str(site))
     first, shipped = found()
-    assert first.text == f"0 of {site}" and shipped.text.endswith(" of shipped")
+    assert first.text == f"0 of {site}, which is not there yet" and shipped.text == "0 of shipped"
     assert {first.status, shipped.status} == {"ok"}
     site.write_text("{")
-    assert [one.status for one in found()] == ["ok", "note", "ok"]
-    assert "site.json: it cannot be read" in found()[1].text and found()[1].remedy
+    assert [one.status for one in found()] == ["note", "ok"], "of a damaged file nothing is ok"
+    assert "site.json: it cannot be read" in found()[0].text and "repair" in found()[0].remedy
+    site.write_text('{"version": 1, "plans": [3]}')
+    whole, damaged, _ = found()
+    assert whole.text == f"0 of {site}" and "entry 0" in damaged.text
+    assert damaged.remedy == "remove the entry"
 
 
 @pytest.mark.parametrize("kind", ["file in the way", "home unset", "off", "pack"])

@@ -138,6 +138,17 @@ def test_bf16_weights_take_bf16_tokens():
     plan = choose(MoeProblem(TOKENS, HIDDEN, INTERMEDIATE, EXPERTS, TOP_K), gpu_spec("h200"))
     message = call(stream=0, workspace=FakeWorkspace(), plan=plan)
     assert "the plan is for format 'fp8_block', the call has 'bf16'; plan again" in message
+    message = refusal(
+        lambda: mega_moe(
+            weights=bf16_weights(),
+            **call_arrays(),
+            stream=0,
+            workspace=FakeWorkspace(),
+            plan="fast",
+        ),
+        TypeError,
+    )
+    assert message == "plan must be a MegaMoePlan, got str; leave it out"
 
 
 CHANNELS = FakeArray((4, 384), "float32"), FakeArray((4, 512, 1), "float32")

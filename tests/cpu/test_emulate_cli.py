@@ -213,6 +213,14 @@ def test_without_a_compiler(monkeypatch):
     assert "found no C++ compiler" in message and "pip install ziglang" in message
 
 
+def test_a_compiler_that_is_not_there(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler -O1")
+    monkeypatch.setattr(host, "compiler", host.compiler.__wrapped__)  # without its memory
+    monkeypatch.setattr(host, "compiler_version", host.compiler_version.__wrapped__)
+    message = refusal(*SMALL, code=1)
+    assert "CXX is 'no-such-compiler -O1', and there is no such program; set it" in message
+
+
 @pytest.fixture
 def damage(monkeypatch, tmp_path):
     """Replace text in a copy of the templates, which is then the one that kernels are made of."""
@@ -266,7 +274,7 @@ def test_a_kernel_that_stalls(damage):
 
 def test_ranks_whose_kernel_is_wrong(damage):
     """The sum of a rank's rows goes to the second slot of them instead of the first."""
-    damage("roles/many_ranks.cuh", "__ffs(used) - 1); }", "__ffs(used & (used - 1)) - 1); }")
+    damage("roles/many_ranks.cuh", "+ __ffs(used) - 1)", "+ __ffs(used & (used - 1)) - 1)")
     options = ["--ranks", "2", "--tokens", "5", "--seed", "4"]
     text = invoke(*SMALL, *options, "--presum", "--seeds", 2, code=1).stdout
     assert "seed 4: FAIL, relative error" in text and "seed 5" not in text

@@ -15,7 +15,16 @@ from process_ranks import run_ranks, values
 from stand_in import differences as stand_in_differences
 from thread_ranks import refused, run_threads
 
-from jitmoe import LocalGroup, PeerGroup, RankError, RankMismatch
+from jitmoe import (
+    DriverError,
+    GroupWorkspace,
+    LocalGroup,
+    NcclGroup,
+    PeerGroup,
+    RankError,
+    RankMismatch,
+    mega_moe,
+)
 from jitmoe.run import peer_group, shared_memory
 from jitmoe.run.ranks import difference, name_ranks
 
@@ -203,6 +212,26 @@ def test_a_rank_that_cannot_join_is_told_by_all(devices, rank, options, text):
     answers = run_threads(run, 3)
     assert refused(RankError, answers) == f"could not join the group: rank 1: {text}"
     assert [bool(answer.__cause__) for answer in answers] == [False, True, False]
+
+
+def test_what_fails_on_several_ranks_alike_is_said_once(devices):
+    answers = run_threads(
+        lambda rank, gather: PeerGroup(rank, 3, gather, device=rank if rank == 1 else 7), 3
+    )
+    assert refused(RankError, answers) == "could not join the group: ranks 0 and 2: KeyError: 7"
+
+
+def test_arguments_that_make_no_group(monkeypatch):
+    with pytest.raises(TypeError, match="all_gather of a PeerGroup must be a function .* got None"):
+        PeerGroup(0, 1, None)
+    with pytest.raises(TypeError, match="communicator must be of nccl4py, got int; .*from_mpi"):
+        NcclGroup(3)
+    for make in (GroupWorkspace, lambda group: mega_moe(1, 2, 3, 4, group=group)):
+        with pytest.raises(TypeError, match="group must be a LocalGroup, .* got int; make one"):
+            make(2)
+    monkeypatch.setattr("jitmoe.run.symmetric.num_devices", lambda: 0)
+    with pytest.raises(DriverError, match="a group needs a GPU and finds none; .* emulate --rank"):
+        LocalGroup(2)
 
 
 def test_agreement(devices):

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from jitmoe import tune, tuned
+from jitmoe import DriverError, tune, tuned
 from jitmoe.bench.points import SHAPES
 from jitmoe.cli import app
 from jitmoe.jit.build import Outcome
@@ -90,6 +90,36 @@ def test_candidates_of_a_space():
         candidates(PREFILL, H200, {"hidden": [1]}, **FIELDS)
     with pytest.raises(ValueError, match="bucket must be decode or prefill, got 'both'"):
         candidates(PREFILL, H200, {"bucket": ["both"]}, **FIELDS)
+
+
+@pytest.mark.parametrize(
+    "space, words",
+    [
+        ([3], "space must be a mapping of plan fields to values, got [3]"),
+        ({"num_stages": 3}, "num_stages of space must be a list of whole numbers, got 3"),
+        ({"num_stages": "34"}, "num_stages of space must be a list of whole numbers, got '34'"),
+        ({"num_stages": [3, "x"]}, "num_stages of space must be a list of whole numbers, got"),
+        ({"unroll_k": [2.0]}, "unroll_k of space must be a list of whole numbers, got"),
+        ({"bucket": "prefill"}, "bucket of space must be a list of buckets, got 'prefill'"),
+        ({3: [3]}, "space must have fields of bucket"),
+    ],
+    ids=str,
+)
+def test_mistakes_of_a_space(space, words):
+    with pytest.raises(ValueError) as error:
+        candidates(DECODE, H200, space, **FIELDS)
+    assert words in str(error.value)
+
+
+def test_a_space_of_which_nothing_can_run_is_said():
+    said = []
+    [alone] = candidates(DECODE, H200, {"num_stages": [1, 99]}, say=said.append, **FIELDS)
+    assert alone.changes == ""
+    [text] = said
+    assert text.startswith("none of the 2 plans of the space can run for 8 tokens of hidden 2,048")
+    assert "got 1" in text
+    found = candidates(DECODE, H200, {"num_stages": np.arange(4, 99)}, say=pytest.fail, **FIELDS)
+    assert {type(one.plan.num_stages) for one in found} == {int} and len(found) > 1
 
 
 def test_a_bucket_that_bits_depend_on_stays():
@@ -178,6 +208,7 @@ def test_kernels_are_built(tmp_path):
     [
         ({"problems": replace(DECODE, num_tokens=0)}, "must have tokens, got num_tokens 0"),
         ({"skew": "even"}, "skew must be one of uniform"),
+        ({"problems": ["S1"]}, "problems must be of MoeProblem, got 'S1'"),
         ({"problems": replace(DECODE, num_experts=4)}, "needs top_k up to the 4 experts"),
         ({"store": "/nowhere/rows.jsonl"}, "store must lie in an existing folder"),
     ],
@@ -278,6 +309,12 @@ def test_gpu_measurer_of_a_wrong_plan(options, reason, timed, monkeypatch):
 
 
 # Stopping and going on
+
+
+def test_a_budget_of_nothing_is_no_endless_one(sweep):
+    said = []
+    assert sweep(budget_s=0, say=said.append) == []
+    assert "the budget of 0 s is spent: 0 rows" in said[-1]
 
 
 @pytest.mark.parametrize("how", ["interrupt", "budget"])
@@ -416,6 +453,41 @@ def test_store(tmp_path):
     assert path.read_text() == '{"bench": "mega_moe"}\n', "what is no store is left as it is"
 
 
+@pytest.mark.parametrize(
+    "text", ["my notes", '{"hidden_size": 7168}', '{"bench": "tu ', "3", "3\n"]
+)
+def test_a_file_of_something_else_is_no_store(text, tmp_path):
+    path = tmp_path / "notes.md"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"notes.md:1: no.* take another file"):
+        Store(path)
+    assert path.read_text() == text
+
+
+@pytest.mark.parametrize("length", [1, 9, 16, 40])
+def test_a_row_that_was_cut_off_is_dropped(length, tmp_path):
+    path, row = (
+        tmp_path / "rows.jsonl",
+        {"bench": "tune"} | dict.fromkeys(KEY, 1) | {"status": "ok"},
+    )
+    path.write_text(json.dumps(row) + "\n" + json.dumps(row)[:length])
+    with Store(path) as store:
+        assert store.rows == [row]
+    assert path.read_text() == json.dumps(row) + "\n"
+
+
+def test_a_row_that_lost_its_line_end_is_kept(tmp_path):
+    path, row = (
+        tmp_path / "rows.jsonl",
+        {"bench": "tune"} | dict.fromkeys(KEY, 1) | {"status": "ok"},
+    )
+    path.write_text(json.dumps(row))
+    with Store(path) as store:
+        assert store.rows == [row]
+        store.append(row)
+    assert tune.load(path) == [row, row]
+
+
 # The command
 
 
@@ -463,11 +535,26 @@ def test_command_of_a_space(command):
         (["--skew", "even"], "skew must be one of"),
         (["--space", "num_stages"], "space must be fields and values"),
         (["--space", "hidden=3"], "space must have fields of"),
+        (["--save", "sight"], 'save must be "site" or a .json file, got'),
+        (["--save", "site"], "there is no place for a site file"),
+        (["--save", "damaged.json"], "damaged.json is damaged and not overwritten"),
+        (["--save", "a.json", "--rounds", "1"], "--save needs two rounds, got 1"),
+        (["--save", "a.json", "--skew", "zipf"], "--save needs uniform routing, got zipf"),
     ],
 )
-def test_mistakes_of_a_command(args, words, command):
+def test_mistakes_of_a_command(args, words, command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("damaged.json").write_text("{")
     result = command(*args)
     assert result.exit_code == 2 and words in result.stderr
+    assert "round 1" not in result.stdout, "nothing is measured that is lost then"
+    assert [path.name for path in tmp_path.iterdir()] == ["damaged.json"]
+
+
+def test_a_sweep_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(sweeping, "num_devices", lambda: 0)
+    with pytest.raises(DriverError, match="a sweep needs a GPU and finds none; .* jitmoe.tune.lo"):
+        tune.sweep(DECODE)
 
 
 def test_command_without_a_gpu(monkeypatch):

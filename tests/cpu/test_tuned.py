@@ -245,7 +245,7 @@ def test_a_damaged_file_is_said_and_not_used(text, site, caplog):
             choice = tuned.choose(SMALL, H200, **FIELDS)
     assert choice.source == "shipped" and choice.plan.num_stages == 4
     [said] = [r.getMessage() for r in caplog.records]
-    assert str(site) in said and "Sweep again and save" in said
+    assert str(site) in said and "repair the file, move it away or set JITMOE_TUNED=off" in said
     with pytest.raises(tuned.TunedFileError, match="site.json is damaged and not overwritten"):
         tune.save(rows_of(0.05, 0.04))
     assert site.read_text() == text
@@ -278,8 +278,34 @@ def test_a_damaged_entry_is_said_and_not_used(damage, site, caplog):
         assert tuned.choose(SMALL, H200, **FIELDS) == (changed(), None, None)
     [said] = [r.getMessage() for r in caplog.records]
     assert str(site) in said and ("damaged" in said or "no kernel" in said)
+    assert "remove the entry or set JITMOE_TUNED=off" in said
     one = tuned.choose(replace(SMALL, num_tokens=1), H200, **FIELDS)
     assert one.plan.num_stages == 4, "the others count"
+
+
+def test_a_folder_that_cannot_be_written_is_said(site, monkeypatch):
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    path = site.parent / "new" / "tuned.json"
+    with pytest.raises(
+        PermissionError, match=f"{path} cannot be written: {site.parent} is not wri"
+    ):
+        tune.save(rows_of(0.05, 0.04), path)
+    assert not path.parent.exists()
+
+
+@pytest.mark.parametrize(
+    "row, words",
+    [
+        (3, "it must be an object, got 3"),
+        ({"gpu": "H200"}, "it lacks 'tokens'"),
+        ({"tokens": 5}, "tokens must be two counts, got 5"),
+    ],
+)
+def test_an_entry_that_is_none_is_said_in_words(row, words, site):
+    site.write_text(json.dumps({"version": 1, "plans": [row]}))
+    said = []
+    assert tuned.load(site, said.append) == []
+    assert said == [f"entry 0 of its plans is damaged ({words})"]
 
 
 def test_no_place_for_a_site_file(site, monkeypatch):
@@ -423,6 +449,12 @@ def test_plan_says_so(site):
         args = ["plan", *map(str, sizes), "--tokens", str(num_tokens)]
         shown = CliRunner().invoke(app, args)
         assert f"plan from      {words}\n" in shown.stdout, shown.output
+    site.rename(site.with_name("aside.json"))
+    tuned.read.cache_clear()
+    shown = CliRunner().invoke(app, args)
+    assert f"plan from      heuristic; JITMOE_TUNED names {site}, which is" in shown.stdout
+    site.with_name("aside.json").rename(site)
+    tuned.read.cache_clear()
     shown = CliRunner().invoke(app, ["show", "--plain", *map(str, sizes), "--tokens", "8"])
     assert "num_stages=3" in shown.stdout or "kNumStages = 3" in shown.stdout
 
