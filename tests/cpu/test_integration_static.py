@@ -83,7 +83,7 @@ def test_tokens_in_bf16(scales, shape):
     for run in (vllm_run, sglang_run):
         y = run(given, weights, *static)
         assert error(y, given, layer) < 4e-3
-        assert static_scheme.noise(y, exact) < 1.1 * theirs < 0.1
+        assert static_scheme.noise(y, exact) < theirs < 0.1
 
 
 @pytest.mark.parametrize("run", [vllm_run, sglang_run])
@@ -115,7 +115,7 @@ def test_tokens_that_come_quantised(scales, shape):
     ):
         assert error(y, given, layer, x=came) < 4e-3
         assert error(y, given, layer) > 1e-2, "x was quantised otherwise"
-        assert static_scheme.noise(y, exact) < 1.1 * theirs
+        assert static_scheme.noise(y, exact) < theirs
 
 
 def test_scales_of_experts_leave_tokens_in_bf16():
@@ -169,7 +169,7 @@ def test_transformers(given, monkeypatch):
         experts.config._experts_implementation = "jitmoe"
         y = experts(*given)
     ours, theirs = (static_scheme.noise(of, exact) for of in (y, theirs))
-    assert ours < min(1.1 * theirs, 0.1)
+    assert ours < min(theirs, 0.1)
     if given.x.abs().max() > 1000:
         assert ours < theirs / 2
 
@@ -239,6 +239,19 @@ def test_scales_that_mean_nothing(run, which, scale, words):
     with pytest.raises(ValueError, match=f"^{name}_scale must be .*{words}") as caught:
         run(tokens(3), fp8_layer("tensor")[1], *static)
     assert "\n" not in str(caught.value)
+
+
+@torch.no_grad()
+def test_transformers_compiles():
+    """Without a look at the values, which are checked at a call outside."""
+    pytest.importorskip("transformers", reason="needs transformers: 'jitmoe[transformers]'")
+    torch._dynamo.reset()
+    given = tokens(20)
+    experts, _ = transformers_experts(given)
+    experts.config._experts_implementation = "jitmoe"
+    with registered():
+        compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(*given), experts(*given))
 
 
 @pytest.mark.parametrize("name", ["gate_up_proj_activation_scale", "down_proj_activation_scale"])
