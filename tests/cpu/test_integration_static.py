@@ -148,7 +148,10 @@ def test_transformers(given, monkeypatch):
     experts, weights = transformers_experts(given)
     exact = static_scheme.layer(given, weights)
 
-    def linear(input, weight, weight_scale_inv, block_size, bias, activation_scale, *_):
+    # Options are named in 5.17 and come in order in 5.24.
+    def linear(
+        input, weight, weight_scale_inv, block_size, bias=None, activation_scale=None, *_, **__
+    ):
         codes = static_scheme.quantized(input, activation_scale).double() * activation_scale
         rows = weight.shape[0] // weight_scale_inv.shape[0]
         scale = weight_scale_inv.double().repeat_interleave(rows, 0)
