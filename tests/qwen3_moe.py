@@ -34,16 +34,22 @@ def bf16_model(implementation="eager", **changes):
 
 def fp8_model(implementation="jitmoe", scale_fmt="float", **changes):
     """The same model as a checkpoint of FP8 experts is loaded: only the experts are quantised."""
-    model = bf16_model(implementation, **changes)
-    linear = ["q_proj", "k_proj", "v_proj", "o_proj", "lm_head", "gate"]
-    finegrained_fp8.replace_with_fp8_linear(
-        model,
-        modules_to_not_convert=linear,
-        quantization_config=transformers.FineGrainedFP8Config(scale_fmt=scale_fmt),
-    )
+    model = empty_fp8_model(implementation, {"scale_fmt": scale_fmt}, **changes)
     for layer in model.model.layers:
         for name, tensor in zip(NAMES, WEIGHTS, strict=True):
             dtype = getattr(layer.mlp.experts, name).dtype
             parameter = torch.nn.Parameter(tensor.to(dtype), requires_grad=False)
             setattr(layer.mlp.experts, name, parameter)
+    return model
+
+
+def empty_fp8_model(implementation, quantisation, **changes):
+    """With FP8 experts as a FineGrainedFP8Config of `quantisation` makes them, without values."""
+    model = bf16_model(implementation, **changes)
+    linear = ["q_proj", "k_proj", "v_proj", "o_proj", "lm_head", "gate"]
+    finegrained_fp8.replace_with_fp8_linear(
+        model,
+        modules_to_not_convert=linear,
+        quantization_config=transformers.FineGrainedFP8Config(**quantisation),
+    )
     return model

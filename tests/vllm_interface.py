@@ -239,7 +239,7 @@ def run(experts, quantize, x, w1, w2, topk_weights, topk_ids, **options):
         global_num_experts=global_num_experts,
         expert_map=options.get("expert_map"),
         a1q_scale=scale,
-        a2_scale=None,
+        a2_scale=experts.a2_scale,
         workspace13=workspace13,
         workspace2=workspace2,
         expert_tokens_meta=None,

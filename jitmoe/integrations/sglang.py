@@ -19,6 +19,7 @@ except ImportError as error:
     ) from error
 
 from jitmoe import Activation
+from jitmoe.integrations.static_scales import check_static, x_scale_of
 from jitmoe.integrations.torch import mega_moe
 
 NAME = "jitmoe"
@@ -56,7 +57,7 @@ _DESCRIPTIVE = {
 }
 # Those of TritonMoeQuantInfo that are.
 _WEIGHTS = {
-    *("w13_weight", "w2_weight", "w13_scale", "w2_scale"),
+    *("w13_weight", "w2_weight", "w13_scale", "w2_scale", "a13_scale", "a2_scale"),
     *("b13", "b2", "use_fp8_w8a8", "block_shape", "per_channel_quant"),
 }
 # Two e2m1 codes each, in MXFP4.
@@ -95,17 +96,19 @@ class JitmoeRunnerCore(DispatchMoeRunnerCore):
         """The experts of tokens in the standard format -> StandardCombineInput of y.
 
         dispatch_output  hidden_states [num_tokens, hidden] bf16, or e4m3 with hidden_states_scale
-                         f32 [num_tokens, hidden / 128], [num_tokens, 1] or [1]; topk_output with
-                         topk_weights and topk_ids [num_tokens, top_k], -1 for experts that are not
-                         here
+                         f32 [num_tokens, hidden / 128], [num_tokens, 1] or of one element;
+                         topk_output with topk_weights and topk_ids [num_tokens, top_k], -1 for
+                         experts that are not here
         quant_info       TritonMoeQuantInfo of weights used in place: in FP8 with scales of 128 x
                          128 blocks, of channels or of experts, or in bf16; or in MXFP4 as in
                          checkpoints, uint8 with scales in e8m0 for 32 of a row, multiplied by bf16
-                         tokens, or with use_fp8_w8a8 by e4m3 ones
+                         tokens, or with use_fp8_w8a8 by e4m3 ones. a13_scale and a2_scale, static,
+                         are checked and not applied: the kernel quantises finer
         runner_config    MoeRunnerConfig; routed_scaling_factor multiplies y
 
         y is bf16 and always new memory. Raises NotImplementedError for what there is no kernel for,
-        and what `jitmoe.integrations.torch.mega_moe` raises.
+        what `jitmoe.integrations.torch.mega_moe` raises, and ValueError for a static scale that is
+        not positive, finite, and one number or one for each expert.
         """
         if runner_config is not self.config:
             _check_config(runner_config)
@@ -122,7 +125,7 @@ class JitmoeRunnerCore(DispatchMoeRunnerCore):
             quant_info.w2_weight,
             quant_info.w13_scale,
             quant_info.w2_scale,
-            x_scale=scale,
+            x_scale=x_scale_of(scale),
             w13_bias=quant_info.b13,
             w2_bias=quant_info.b2,
             activation=_activation(runner_config),
@@ -192,6 +195,8 @@ def _check_weights(quant_info) -> None:
     if quant_info.block_shape is not None and list(quant_info.block_shape) != BLOCK:
         _refuse(f"block_shape {BLOCK} or None", quant_info.block_shape)
     _check_defaults(quant_info, _WEIGHTS)
+    static = {"a13_scale": quant_info.a13_scale, "a2_scale": quant_info.a2_scale}
+    check_static(static, len(quant_info.w13_weight))
 
 
 def _tokens(dispatch_output):

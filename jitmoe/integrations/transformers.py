@@ -10,6 +10,7 @@ import torch
 from transformers.integrations import finegrained_fp8, moe
 
 from jitmoe import Activation
+from jitmoe.integrations.static_scales import check_static
 from jitmoe.integrations.torch import mega_moe
 from jitmoe.integrations.transformers_gates import SOFTCAPS, activation_of, has_gate
 from jitmoe.integrations.transformers_refusals import NAME, dtype_of, refuse
@@ -28,7 +29,6 @@ _FP8_NEEDS = (
     ("is_concatenated", True, "grouped_mm"),
     ("is_transposed", False, "grouped_mm"),
     ("has_bias", False, "grouped_mm"),
-    ("activation_scheme", "dynamic", "eager"),
 )
 
 
@@ -70,9 +70,12 @@ def fp8_experts(
     returns        [num_tokens, hidden] bf16
 
     Raises NotImplementedError, one sentence, for a module or a dtype that the kernel has no form
-    for, and what `jitmoe.integrations.torch.mega_moe` raises.
+    for, and what `jitmoe.integrations.torch.mega_moe` raises. Static scales of activations are
+    checked and not applied, for the kernel quantises finer: ValueError unless they are positive and
+    finite, and one number or one for each expert.
     """
     activation = _check(module, hidden_states, _NEEDS + _FP8_NEEDS)
+    _check_scheme(module)
     given = hidden_states, top_k_index, top_k_weights
     w13 = getattr(module, w13_of(module))
     scales = getattr(module, f"{w13_of(module)}_scale_inv"), module.down_proj_scale_inv
@@ -128,6 +131,17 @@ def _run(module, given, scales, activation, backend, format=None) -> torch.Tenso
         format=format,
         backend=backend,
     )
+
+
+def _check_scheme(module) -> None:
+    scheme = getattr(module, "activation_scheme", "dynamic")
+    if scheme == "static":
+        # Of experts without a gate, the first is named as that of the others in 5.24.
+        names = [f"{part}_activation_scale" for part in ("gate_up_proj", "up_proj", "down_proj")]
+        scales = {name: getattr(module, name, None) for name in names}
+        check_static(scales, module.down_proj.shape[0])
+    elif scheme != "dynamic":
+        refuse(module, "activation_scheme dynamic or static", scheme, 'choose "eager"')
 
 
 def _check(module, hidden_states, needs=_NEEDS) -> Activation | str:

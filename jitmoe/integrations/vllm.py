@@ -25,20 +25,25 @@ except ImportError as error:
 
 from jitmoe import Activation, MoeProblem
 from jitmoe.integrations.expert_maps import first_expert_of, ids_here
+from jitmoe.integrations.static_scales import check_static, x_scale_of
 from jitmoe.integrations.torch import mega_moe
 
 BLOCK = [128, 128]
 
 # Of weights and of tokens; without any they are in bf16. What lies between the GEMMs is always
-# quantised per token and 128 channels, finer than any of them.
+# quantised per token and 128 channels, finer than any of them (static_scales.py).
 QUANTISATIONS = (
     (None, None),
     (kFp8Static128BlockSym, kFp8Dynamic128Sym),
     (kFp8StaticChannelSym, kFp8DynamicTokenSym),
+    (kFp8StaticChannelSym, kFp8StaticTensorSym),
+    (kFp8StaticTensorSym, kFp8DynamicTokenSym),
     (kFp8StaticTensorSym, kFp8DynamicTensorSym),
+    (kFp8StaticTensorSym, kFp8StaticTensorSym),
     (kMxfp4Static, None),
     (kMxfp4Static, kFp8Dynamic128Sym),
     (kMxfp4Static, kFp8DynamicTokenSym),
+    (kMxfp4Static, kFp8StaticTensorSym),
 )
 # Formats of weights in MXFP4, by what vLLM calls the type of tokens.
 MXFP4 = {None: "mxfp4_bf16", "fp8": "mxfp4_fp8", torch.float8_e4m3fn: "mxfp4_fp8"}
@@ -58,7 +63,7 @@ KINDS = {
     "relu2_no_mul": "relu2_no_gate",
 }
 # What of a quantisation must not be set, as the base class names it.
-_UNSUPPORTED = ("w1_zp", "w2_zp", "a1_scale", "a2_scale")
+_UNSUPPORTED = ("w1_zp", "w2_zp")
 
 
 class JitmoeExperts(modular_kernel.FusedMoEExpertsModular):
@@ -137,9 +142,10 @@ class JitmoeExperts(modular_kernel.FusedMoEExpertsModular):
     @property
     def expects_unquantized_inputs(self) -> bool:
         """Tokens in bf16, which the kernel quantises itself, unless they travel: e4m3 is half as
-        much to send.
+        much to send. In bf16 even then if each expert has a static scale of its own.
         """
-        return not self.moe_config.moe_parallel_config.use_all2all_kernels
+        has_many = self.a1_scale is not None and self.a1_scale.numel() > 1
+        return has_many or not self.moe_config.moe_parallel_config.use_all2all_kernels
 
     def workspace_shapes(
         self,
@@ -181,7 +187,7 @@ class JitmoeExperts(modular_kernel.FusedMoEExpertsModular):
 
         output         [num_tokens, hidden] bf16
         hidden_states  [num_tokens, hidden] bf16, or e4m3 with a1q_scale f32 [num_tokens, hidden /
-                       128], [num_tokens, 1] or [1]
+                       128], [num_tokens, 1] or of one element, as a static a1_scale
         w1, w2         [num_experts, 2 * intermediate, hidden], gate rows first, or by turns for
                        swigluoai, and [num_experts, hidden, intermediate], e4m3 with the scales of
                        quant_config, or bf16; w1 of experts without a gate [num_experts,
@@ -193,9 +199,14 @@ class JitmoeExperts(modular_kernel.FusedMoEExpertsModular):
         apply_router_weight_on_input
                        whether the prepare step has multiplied tokens by their weights already
 
-        The rest is of no use here, and a2_scale must be None.
+        The rest is of no use here: a2_scale, static, is finer by the kernel's own quantisation, and
+        only checked, as a1_scale is of tokens in bf16. ValueError unless they are positive, finite,
+        and one number or one for each expert.
         """
-        self._check(hidden_states, w1, a2_scale)
+        self._check(hidden_states, w1)
+        check_static({"a1_scale": self.a1_scale, "a2_scale": a2_scale}, w1.shape[0])
+        if a1q_scale is self.a1_scale and hidden_states.dtype == torch.bfloat16:
+            a1q_scale = None  # was handed through, as it is for MXFP4
         first_expert = 0
         if expert_map is not None:
             first = first_expert_of(expert_map, w1.shape[0])
@@ -213,7 +224,7 @@ class JitmoeExperts(modular_kernel.FusedMoEExpertsModular):
             w2,
             self.w1_scale,
             self.w2_scale,
-            x_scale=a1q_scale,
+            x_scale=x_scale_of(a1q_scale),
             w13_bias=self.w1_bias,
             w2_bias=self.w2_bias,
             activation=self._activation(activation),
@@ -224,14 +235,12 @@ class JitmoeExperts(modular_kernel.FusedMoEExpertsModular):
             backend=self.backend,
         )
 
-    def _check(self, hidden_states: torch.Tensor, w1: torch.Tensor, a2_scale) -> None:
+    def _check(self, hidden_states: torch.Tensor, w1: torch.Tensor) -> None:
         """Raise NotImplementedError unless the kernel computes these experts."""
         for name in _UNSUPPORTED:
             got = getattr(self, name)
             if got is not None and got is not False:
                 _refuse(f"no {name}", "a tensor" if isinstance(got, torch.Tensor) else got)
-        if a2_scale is not None:
-            _refuse("activations quantised as they come", "a2_scale")
         if self.block_shape is not None and list(self.block_shape) != BLOCK:
             _refuse(f"block_shape {BLOCK} or None", self.block_shape)
         if self.w1_scale is None and w1.dtype != torch.bfloat16:

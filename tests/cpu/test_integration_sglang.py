@@ -221,7 +221,6 @@ def test_a_field_that_is_not_known_is_refused_if_it_is_set(adapter):
         ({"use_fp8_w8a8": False}, "weights in bfloat16 or MXFP4, got float8_e4m3fn"),
         ({"block_shape": [64, 128]}, "block_shape [128, 128] or None, got [64, 128]"),
         ({"use_int8_w8a8": True}, "use_int8_w8a8 False, got True"),
-        ({"a13_scale": torch.ones(1)}, "a13_scale None, got a tensor"),
         ({"w2_zp": torch.ones(1)}, "w2_zp None, got a tensor"),
     ],
     ids=str,

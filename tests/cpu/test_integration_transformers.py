@@ -349,7 +349,7 @@ def test_grad_is_refused():
         ("has_bias", True, "has_bias False"),
         ("has_post_expert_norm", True, "has_post_expert_norm False"),
         ("block_size", (1, 128), r"block_size \(128, 128\) or None, got \(1, 128\)"),
-        ("activation_scheme", "static", 'activation_scheme dynamic, got static; choose "eager"'),
+        ("activation_scheme", "other", 'dynamic or static, got other; choose "eager"'),
         ("swiglu_limit", 7.0, 'limit 7.0 as swiglu_limit, got None; choose "grouped_mm"'),
         ("swiglu_alpha", 1.702, "needs a swiglu_limit beside swiglu_alpha, got None"),
         ("limit", 10.0, "limit None as swiglu_limit, got 10.0"),

@@ -295,6 +295,11 @@ RELU2 = vllm.MoEActivation.RELU2_NO_MUL
         ({}, (None, vllm.FP8_TOKEN), STANDARD, "quantization"),
         ({}, (vllm.FP8_CHANNEL, vllm.FP8_TOKEN), STANDARD, None),
         ({}, (vllm.FP8_TENSOR, vllm.FP8_DYNAMIC_TENSOR), STANDARD, None),
+        ({}, (vllm.FP8_TENSOR, vllm.FP8_TOKEN), STANDARD, None),
+        ({}, (vllm.FP8_TENSOR, vllm.FP8_TENSOR), STANDARD, None),
+        ({}, (vllm.FP8_CHANNEL, vllm.FP8_TENSOR), STANDARD, None),
+        ({}, (vllm.MXFP4, vllm.FP8_TENSOR), STANDARD, None),
+        ({}, (vllm.FP8_BLOCKS, vllm.FP8_TENSOR), STANDARD, "quantization"),
         ({}, (None, None), STANDARD, None),
         ({}, (vllm.MXFP4, vllm.FP8_TOKENS), STANDARD, None),
         ({}, (vllm.MXFP4, vllm.FP8_TOKEN), STANDARD, None),
@@ -330,7 +335,6 @@ def test_only_hopper(adapter, monkeypatch):
             "tokens in bfloat16 or FP8 for MXFP4, got mxfp8",
         ),
         ({"w2_zp": torch.zeros(4)}, "no w2_zp, got a tensor"),
-        ({"a2_scale": torch.ones(1)}, "no a2_scale, got a tensor"),
         ({"block_shape": [1, 32]}, r"block_shape [128, 128] or None, got [1, 32]"),
         ({"w1_scale": None}, "w1 in bfloat16 or scales of it, got float8_e4m3fn"),
         ({"gemm1_alpha": 1.7}, "silu without gemm1_alpha and gemm1_beta, got 1.7 and 0.0"),
@@ -349,10 +353,7 @@ def test_calls_that_are_refused(experts):
     lora = replace(MOE, is_lora_enabled=True)
     assert "no LoRA" in refused(lambda: run(experts(lora), given))
     batched = given[0][None]
-    assert "Standard format, got 3 dimensions" in refused(
-        lambda: experts()._check(batched, W1, a2_scale=None)
-    )
-    assert "got a2_scale" in refused(lambda: experts()._check(given[0], W1, a2_scale=torch.ones(1)))
+    assert "Standard format, got 3 dimensions" in refused(lambda: experts()._check(batched, W1))
 
 
 def test_the_cpu_is_used_only_if_asked(adapter):

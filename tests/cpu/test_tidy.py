@@ -151,6 +151,7 @@ ORDER = {
         "torch_memory",
         "torch_scales",
         "torch",
+        "static_scales",
         "transformers_refusals",
         "transformers_gates",
         "transformers_weights",

@@ -9,6 +9,7 @@ if not torch.cuda.is_available():
 from torch_layer import HIDDEN, LAYER, WEIGHTS, error, quantized, tokens  # noqa: E402
 
 from jitmoe.integrations import torch as integration  # noqa: E402
+from jitmoe.integrations.static_scales import check_static  # noqa: E402
 from jitmoe.integrations.torch import mega_moe  # noqa: E402
 
 NEW_OP, OUT_OP = torch.ops.jitmoe.mega_moe.default, torch.ops.jitmoe.mega_moe_out.default
@@ -214,3 +215,13 @@ def test_compiled_experts(model):
     compiled = torch.compile(experts, fullgraph=True)
     given = cuda(tokens(20))
     assert torch.equal(compiled(*given), experts(*given))
+
+
+def test_static_scales_are_not_read_in_a_capture():
+    scale = torch.zeros(1, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        check_static({"a2_scale": scale}, 1)
+        scale.add_(0)
+    with pytest.raises(ValueError, match="a2_scale must be positive and finite, got 0.0"):
+        check_static({"a2_scale": scale}, 1)
