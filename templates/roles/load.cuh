@@ -7,7 +7,7 @@ DEVICE void load_mx_scales(const Params& p, Smem& smem, const Task& task, u32 k,
     load_bulk(smem.weight_scales[stage], mx_scales(p, task) + kMxRowWords + k * kMxWords, kMxWords * 4, full);
 }
 
-// Weights that are read once are the first to leave the L2: 1 to 4 % of decode's time (7 points of S1 to S4). Those
+// Weights that are read once are the first to leave the L2: -0.5 to -5 % in decode (14 points of S1 to S4). Those
 // that several blocks of an expert read within microseconds of each other must stay: S1 2048 +4 % (H200, 2026-11-30).
 DEVICE u64 weight_policy(const Smem& smem, const Task& task) {
     const u32* start = smem.block_start + task.expert;
@@ -57,7 +57,7 @@ DEVICE void drop_preloaded(const Params& p, Smem& smem) {
 }
 
 // Decode loads k-blocks in pairs, 256 bytes of a row of weights one right after the other: DRAM pages are opened half
-// as often, -2 to -4 % (S1 to S4, 1 to 512 tokens). Prefill has no stages to wait for: S2 2048 +5 % (H200, 2026-11-30).
+// as often, -1 to -3 % (S1 to S4, 1 to 512 tokens). Prefill has no stages to wait for: S2 2048 +5 % (H200, 2026-11-30).
 constexpr bool kInPairs = !kSplitTokens;
 
 DEVICE void role_load(const Params& p, Smem& smem, const Head&) {
