@@ -1,7 +1,5 @@
 """mega_moe(..., backend="emulated"): NumPy in, NumPy out, refused in the words of the CUDA path."""
 
-from types import SimpleNamespace
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -12,6 +10,7 @@ from jitmoe.emulate.compile import NoHostCompiler, compiler
 from jitmoe.plan.gpu import gpu_spec
 from jitmoe.plan.heuristics import choose
 from jitmoe.run import driver
+from jitmoe.run.symmetric import Group
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 4, 256, 208, 2
 DECODE, PREFILL = 20, 150  # tokens
@@ -65,12 +64,19 @@ def refusal(call, kind=ValueError):
     return message
 
 
+class Alone(Group):
+    """A group of one rank which needs no driver, as a PeerGroup does; nobody is to be met."""
+
+    num_ranks, ranks, device = 1, (0,), 0
+    allocate = agree = barrier = close = None
+
+
 def test_a_group_of_one_rank_is_the_same_call(weights):
     """So that a program for many ranks runs with one; arguments of a LocalGroup are lists."""
     given, scaled = call_arrays(DECODE), {"routed_scaling_factor": 2.5}
     y = emulate(weights, given, **scaled)
-    alone = SimpleNamespace(num_ranks=1, ranks=(0,))  # a PeerGroup asks the driver
-    assert np.array_equal(emulate(weights, given, group=alone, max_num_tokens=DECODE, **scaled), y)
+    same = emulate(weights, given, group=Alone(), max_num_tokens=DECODE, **scaled)
+    assert np.array_equal(same, y)
     lists = {name: [value] for name, value in given.items()}
     [same] = emulate([weights], lists, group=LocalGroup(1, device=0), **scaled)
     assert np.array_equal(same, y)
