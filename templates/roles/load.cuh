@@ -56,8 +56,8 @@ DEVICE void drop_preloaded(const Params& p, Smem& smem) {
     smem.first[kFirstPreloaded] = 0;
 }
 
-// Decode loads k-blocks in pairs, 256 bytes of a row of weights one right after the other: DRAM pages are opened half
-// as often, -1 to -3 % (S1 to S4, 1 to 512 tokens). Prefill has no stages to wait for: S2 2048 +5 % (H200, 2026-11-30).
+// Decode loads k-blocks in pairs, 256 bytes of a row of weights one right after the other, as DRAM pages are supposed
+// to like: -1 to -3 % (S1 to S4, 1 to 512 tokens). Prefill has no stages to wait for: S2 2048 +5 % (H200, 2026-11-30).
 constexpr bool kInPairs = !kSplitTokens;
 
 DEVICE void role_load(const Params& p, Smem& smem, const Head&) {
