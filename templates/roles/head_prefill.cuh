@@ -3,9 +3,22 @@
 // pool.
 
 constexpr u32 kNoRow = ~0u;
+constexpr u32 kNumWarps = kNumThreads / kWarpThreads;
+constexpr u32 kTokenScales = kQuantizes ? ceil_div(kHidden, 128) : 0;
+constexpr u32 kScalePitch = kTokenScales | 1;  // tokens begin in different banks of shared memory
+
+// Tokens of a CTA at a time: as many as have room for their rows and scales.
+constexpr u32 kChunkTokens = min_of(4096 / kTopK, u32(sizeof(Smem::token_tiles) - 2 * kNumExperts * sizeof(u32)) /
+                                                      (kTopK * 4 + kScalePitch * 4));
+struct Sorting {
+    u32 begin[kNumExperts], next[kNumExperts];  // rows of an expert that the chunk's tokens have
+    u32 rows[kChunkTokens * kTopK];
+    float scales[kChunkTokens * kScalePitch];
+};
+static_assert(kChunkTokens > 0 && sizeof(Sorting) <= sizeof(Smem::token_tiles), "sorting aliases the token ring");
 
 // One warp, from the token's rank, unless no expert here wants it.
-DEVICE void fetch_to_rows(const Params& p, u32 token, const u32* rows) {
+DEVICE void fetch_to_rows(const Params& p, u32 token, const u32* rows, float* scales) {
     if (__ballot_sync(kFullMask, lane_idx() < kTopK && rows[lane_idx() % kTopK] != kNoRow) == 0) return;
     constexpr u32 kRowBytes = kHidden * kElementBytes;
     fetch_token(
@@ -21,11 +34,7 @@ DEVICE void fetch_to_rows(const Params& p, u32 token, const u32* rows) {
                 }
             }
         },
-        [&](u32 group, float scale) {
-            for (u32 slot = 0; slot < kTopK; ++slot) {
-                if (rows[slot] != kNoRow) p.pool_scale[u64(group) * p.row_capacity + rows[slot]] = scale;
-            }
-        });
+        [&](u32 group, float scale) { scales[group] = scale; });
 }
 
 // One warp, as it is. `rows` are the rows of the token's slots.
@@ -51,7 +60,7 @@ DEVICE void copy_bytes(const Params& p, u32 token, const u32* rows) {
 }
 
 // One warp, in FP8.
-DEVICE void copy_token(const Params& p, u32 token, const u32* rows) {
+DEVICE void copy_token(const Params& p, u32 token, const u32* rows, float* scales) {
     constexpr u32 kBatch = 4;  // loads of 512 channels in flight
     const u32 lane = lane_idx();
     for (u32 first = 0; first < kHidden; first += kBatch * 512) {
@@ -79,9 +88,23 @@ DEVICE void copy_token(const Params& p, u32 token, const u32* rows) {
             if (channel >= kHidden) continue;
             for (u32 slot = 0; slot < kTopK; ++slot) {
                 const u32 row = rows[slot];
-                if (row == kNoRow) continue;
-                *reinterpret_cast<uint4*>(p.pool + u64(row) * kHidden + channel) = q.codes;
-                if (lane % 8 == 0) p.pool_scale[u64(channel / 128) * p.row_capacity + row] = q.scale;
+                if (row != kNoRow) *reinterpret_cast<uint4*>(p.pool + u64(row) * kHidden + channel) = q.codes;
+            }
+            if (lane % 8 == 0) scales[channel / 128] = q.scale;
+        }
+    }
+}
+
+// Scales of the chunk's rows to their places, by 8 lanes an expert: one request to memory brings up to 8 rows'. A store
+// for each row was as many requests again as the rows' channels: S1 2048 / 8192 / 16,384 -0.7 / -2.2 / -3.0 % (H200,
+// 2026-11-30).
+DEVICE void store_scales(const Params& p, const Sorting& sorting, u32 first) {
+    for (u32 e = thread_idx() / 8; e < kNumExperts; e += kNumThreads / 8) {
+        for (u32 row = sorting.begin[e] + thread_idx() % 8; row < sorting.next[e]; row += 8) {
+            const float* scales = sorting.scales + (p.row_pairs[row] / kTopK - first) * kScalePitch;
+#pragma unroll 8
+            for (u32 group = 0; group < kTokenScales; ++group) {
+                p.pool_scale[u64(group) * p.row_capacity + row] = scales[group];
             }
         }
     }
@@ -94,18 +117,15 @@ DEVICE Head run_head(const Params& p, Smem& smem) {
     const Head head{smem.first[kFirstParity]};
     clear_other_bank(p, head.parity);
     bring_pairs(p, smem, head);
-    constexpr u32 kChunkTokens = 4096 / kTopK;  // as many at a time as have room for their rows
-    struct Sorting {
-        u32 counts[kNumExperts], next[kNumExperts], rows[kChunkTokens * kTopK];
-    };
-    static_assert(sizeof(Sorting) <= sizeof(Smem::token_tiles), "sorting aliases the token ring");
     Sorting& sorting = *reinterpret_cast<Sorting*>(smem.token_tiles);
     const u32 share = ceil_div(p.num_tokens, num_blocks());
     const u32 begin = min_of(share * block_idx(), p.num_tokens), end = min_of(begin + share, p.num_tokens);
-    reserve_rows(p, smem, head, begin * kTopK, end * kTopK, sorting.counts, sorting.next);
+    reserve_rows(p, smem, head, begin * kTopK, end * kTopK, sorting.begin, sorting.next);
     wait_for_tokens(p, smem);
     for (u32 first = begin; first < end; first += kChunkTokens) {
         const u32 last = min_of(first + kChunkTokens, end);
+        for (u32 e = thread_idx(); e < kNumExperts; e += kNumThreads) sorting.begin[e] = sorting.next[e];
+        sync_block();
         for (u32 pair = first * kTopK + thread_idx(); pair < last * kTopK; pair += kNumThreads) {
             const u32 expert = expert_of_pair(p, pair);
             const u32 row = expert < kNumExperts ? fetch_add_shared(sorting.next + expert, 1) : kNoRow;
@@ -113,16 +133,19 @@ DEVICE Head run_head(const Params& p, Smem& smem) {
             if (row != kNoRow) p.row_pairs[row] = pair;
         }
         sync_block();
-        for (u32 token = first + warp_idx(); token < last; token += kNumThreads / kWarpThreads) {
+        for (u32 token = first + warp_idx(); token < last; token += kNumWarps) {
             const u32* rows = sorting.rows + (token - first) * kTopK;
+            float* scales = sorting.scales + (token - first) * kScalePitch;
             if constexpr (kNumRanks > 1) {
-                fetch_to_rows(p, token, rows);
+                fetch_to_rows(p, token, rows, scales);
             } else if constexpr (kQuantizes) {
-                copy_token(p, token, rows);
+                copy_token(p, token, rows, scales);
             } else {
                 copy_bytes(p, token, rows);
             }
         }
+        sync_block();
+        if constexpr (kQuantizes) store_scales(p, sorting, first);
         sync_block();
     }
     fence_async_shared();  // TMA writes the ring, which `sorting` aliases; role_feed has the fence for the pool

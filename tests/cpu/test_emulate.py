@@ -96,6 +96,13 @@ def test_every_seed_and_grid_gives_the_same_bits(emulated):
             assert np.array_equal(other(x, tokens.topk_ids, tokens.topk_weights, seed=seed), first)
 
 
+@pytest.mark.parametrize("x_is_fp8", [True, False])
+def test_a_block_with_more_tokens_than_it_sorts_at_a_time(x_is_fp8):
+    plan = make_plan("prefill", 256, 128, 32, 32)  # 128 tokens of 32 slots at a time
+    emulated = EmulatedLayer(plan, random_layer(plan), max_tokens=140, num_blocks=1)
+    check(emulated, 140, x_is_fp8=x_is_fp8)
+
+
 def test_wide_ids_bf16_weights_and_strides():
     plan = CASES["decode"]
     emulated = EmulatedLayer(plan, random_layer(plan), max_tokens=20)
