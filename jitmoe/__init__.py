@@ -4,6 +4,7 @@ shape.
 Importing it touches no GPU, imports no CuPy and creates no file.
 """
 
+from jitmoe.dispatched import Dispatched, DispatchHandle
 from jitmoe.fused import mega_moe
 from jitmoe.jit.nvrtc import CompileError
 from jitmoe.plan.mega_moe import MegaMoePlan
@@ -19,6 +20,7 @@ from jitmoe.run.symmetric import LocalGroup
 from jitmoe.run.workspace import CaptureError, DeviceTimeout, Workspace
 from jitmoe.traced import trace
 from jitmoe.tracing.trace import Trace
+from jitmoe.unfused import combine, dispatch
 from jitmoe.warming import warmup, workspace_bytes
 from jitmoe.weights import ExpertWeights
 
@@ -27,6 +29,8 @@ __all__ = [
     "CaptureError",
     "CompileError",
     "DeviceTimeout",
+    "DispatchHandle",
+    "Dispatched",
     "DriverError",
     "ExpertWeights",
     "GroupWorkspace",
@@ -40,6 +44,8 @@ __all__ = [
     "RankMismatch",
     "Trace",
     "Workspace",
+    "combine",
+    "dispatch",
     "mega_moe",
     "trace",
     "warmup",

@@ -41,6 +41,7 @@ from jitmoe.cli_layer import (
     shares,
     title,
 )
+from jitmoe.cli_show import Kernel, Layout, ShowFormat, ShowRanks, check_options, transfer_plan
 from jitmoe.cli_trace import trace
 from jitmoe.cli_tune import tune
 
@@ -174,6 +175,8 @@ def plan(
 
 @app.command()
 def show(
+    context: typer.Context,
+    kernel: Kernel = "mega-moe",
     model: Model = None,
     config: Config = None,
     hidden: Hidden = None,
@@ -181,22 +184,31 @@ def show(
     experts: Experts = None,
     top_k: TopK = None,
     ep: Ep = 1,
-    format: Format = None,
+    format: ShowFormat = None,
     activation: Activation = None,
     gate_up: GateUp = None,
     weight_on_input: WeightOnInput = False,
     bias: Bias = False,
     tokens: TokenCount = 32,
+    ranks: ShowRanks = 8,
+    layout: Layout = "tokens",
     gpu: Gpu = None,
     plain: Annotated[bool, typer.Option(help="Without colours.")] = False,
 ) -> None:
-    """Print the CUDA source of a layer's kernel. Needs no GPU."""
+    """Print the CUDA source of a layer's kernel, or of dispatch or combine. Needs no GPU."""
     from jitmoe.jit.render import render
     from jitmoe.tuned import choose
 
-    shape = layer_shape(model, config, hidden, intermediate, experts, top_k, activation)
-    fields = layer_variant(shape, gate_up, weight_on_input, bias).plan_fields
-    text = render(choose(shape.problem(tokens, ep, format), _spec(gpu), **fields).plan)
+    check_options(context, kernel)
+    spec = _spec(gpu)
+    if kernel == "mega-moe":
+        shape = layer_shape(model, config, hidden, intermediate, experts, top_k, activation)
+        fields = layer_variant(shape, gate_up, weight_on_input, bias).plan_fields
+        found = choose(shape.problem(tokens, ep, format), spec, **fields).plan
+    else:
+        sizes = hidden, experts, top_k
+        found = transfer_plan(kernel, model, config, *sizes, ranks, layout, format, spec)
+    text = render(found)
     if plain or not sys.stdout.isatty():
         typer.echo(text, nl=False)
         return

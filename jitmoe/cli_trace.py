@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -63,6 +64,11 @@ def trace(
         "experts": experts,
         "top_k": top_k,
     }
+    if png is not None and find_spec("matplotlib") is None:
+        from jitmoe.tracing.plot import NEEDS_MATPLOTLIB
+
+        typer.echo(f"jitmoe: {NEEDS_MATPLOTLIB}", err=True)
+        raise typer.Exit(1)
     takes_small = emulated and all(value is None for value in layer.values())
     if not emulated and not _has_hopper():
         typer.echo(
@@ -77,11 +83,7 @@ def trace(
     traced = _run(shape.problem(tokens, ep), shape.variant, routing, emulated)
     traced.to_perfetto(out)
     if png is not None:
-        try:
-            traced.plot(png, block)
-        except ImportError as error:
-            typer.echo(f"jitmoe: {error}", err=True)
-            raise typer.Exit(1) from None
+        traced.plot(png, block)
     summary = traced.summary()
     if as_json:
         typer.echo(json.dumps({"layer": title(shape, ep), **asdict(summary)}, indent=2))

@@ -13,7 +13,7 @@ from jitmoe.plan.spread import stride
 from jitmoe.plan.variant import Activation, Variant
 from jitmoe.planned import find_plan
 from jitmoe.prepare import prepare
-from jitmoe.run import arrays
+from jitmoe.run import families
 from jitmoe.run.arrays import host_view, view
 from jitmoe.run.group_workspace import GroupWorkspace
 from jitmoe.run.launch import Kernel, ParamBlock
@@ -174,7 +174,7 @@ def mega_moe(
         x_rows, x_scale, topk_ids, topk_weights, weights, out, expert_counts
     )
     if out is None:
-        out = arrays.empty_rows(
+        out = families.empty_rows(
             fit.num_tokens, weights.hidden, x_rows, fit.x.family, weights.device
         )
         y_ptr = view(out, "out").ptr

@@ -13,7 +13,7 @@ from jitmoe.plan.mega_moe_params import SYMMETRIC
 from jitmoe.plan.spread import stride
 from jitmoe.plan.variant import Variant
 from jitmoe.prepare import prepare
-from jitmoe.run import arrays
+from jitmoe.run import families
 from jitmoe.run.arrays import view
 from jitmoe.run.driver import device_spec
 from jitmoe.run.group_workspace import GroupWorkspace
@@ -64,7 +64,7 @@ def run(
         raise ValueError("workspace must be a GroupWorkspace of the group, or left out")
     memory.check()
     is_local = isinstance(group, LocalGroup)
-    ranks = [_read(*one) for one in (_by_rank(group, given) if is_local else [given.values()])]
+    ranks = [_read(*one) for one in (by_rank(group, given) if is_local else [given.values()])]
     bound = _bound(group, ranks, max_num_tokens)
     map_address, map_shape = read_expert_map(expert_map, ranks[0].weights.device)
     if stream is None:
@@ -89,7 +89,7 @@ def run_alone(group: Group, workspace, given: Mapping[str, object], call: Callab
     """The same for a group of one rank, which `call` serves without a group."""
     is_local = isinstance(group, LocalGroup)
     [(x, topk_ids, topk_weights, weights, out, expert_counts)] = (
-        _by_rank(group, given) if is_local else [given.values()]
+        by_rank(group, given) if is_local else [given.values()]
     )
     if isinstance(workspace, GroupWorkspace):
         workspace = workspace.workspaces[0]
@@ -149,11 +149,13 @@ def implicit_workspace(group: Group) -> GroupWorkspace:
     return group.workspace
 
 
-def _by_rank(group: Group, given: Mapping[str, object]) -> Iterator[tuple]:
-    """The arguments of each rank of a LocalGroup."""
+def by_rank(
+    group: Group, given: Mapping[str, object], optional: Sequence[str] = ("out", "expert_counts")
+) -> Iterator[tuple]:
+    """The arguments of each rank of a LocalGroup; None for all of an optional one."""
     lists = {}
     for name, values in given.items():
-        if values is None and name in ("out", "expert_counts"):
+        if values is None and name in optional:
             values = [None] * group.num_ranks
         if not isinstance(values, list) or len(values) != group.num_ranks:
             got = f"{len(values)} items" if isinstance(values, list) else type(values).__name__
@@ -172,7 +174,7 @@ def _read(x, topk_ids, topk_weights, weights: ExpertWeights, out, expert_counts)
     )
     if out is None:
         device, family = weights.device, fit.x.family
-        out = arrays.empty_rows(fit.num_tokens, weights.hidden, x_rows, family, device)
+        out = families.empty_rows(fit.num_tokens, weights.hidden, x_rows, family, device)
         y_ptr = view(out, "out").ptr
     addresses = (x_ptr, scale_ptr, ids_ptr, router_ptr, *weights.scale_addresses, y_ptr, counts_ptr)
     return _Rank(fit, weights, addresses, out)

@@ -20,7 +20,9 @@ def workspace_bytes(weights: ExpertWeights, num_tokens: int, top_k: int) -> int:
     kind = next(kind for kind in KINDS if Activation(kind).gated == weights.gated)
     variant = Variant(kind, **weights.variant_fields)  # all kinds need as much
     edges = range_edges(weights, num_tokens, top_k, variant)
-    return max(find_plan(weights, n, top_k, variant).workspace_bytes(n) for n in edges)
+    last = {find_plan(weights, n, top_k, variant): n for n in edges}
+    scratch = max(plan.scratch(n).num_bytes for plan, n in last.items())
+    return scratch + sum(plan.control(n).num_bytes for plan, n in last.items())
 
 
 def warmup(

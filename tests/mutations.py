@@ -5,7 +5,8 @@ with one term of an address or coordinate gone. It is killed if its checked emul
 race, a stall or a broken rule, or if its result is wrong. What survives is a hole in the emulator
 or does the same as the original; the latter are listed in EQUIVALENT, each with its reason.
 
-    python tests/mutations.py [--only TEXT] [--sample N] [--seeds N] [--jobs N] [--list]
+    python tests/mutations.py [--only TEXT] [--kernel NAME] [--sample N] [--seeds N] [--jobs N]
+                              [--list]
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain
 
 import numpy as np
+import transfer_mutations
+from transfer_mutations import TransferCase
 
 from jitmoe import fp8, reference
 from jitmoe.emulate.compile import build
@@ -42,10 +45,11 @@ SEEDS = 4  # schedules a case is tried with
 
 # Statements that are taken away whole.
 SYNCHRONISING = (
-    r"sync_(?:block|warp|share|grid|named|math)|fence_(?:async_shared|async_global|barrier_init)|"
+    r"sync_(?:block|warp|share|grid|named|math|notify)|fence_(?:async_shared|async_global|barrier_init)|"
     r"arrive(?:_expect_bytes|_after_copies)?|wait_(?:barrier|in_flight|until|for_\w+)|"
     r"end_(?:head|launch_number|sums)|publish_(?:mid|first|launch_number|pairs)|free_task|wgmma_(?:fence|commit|wait)|fence_gpu|"
     r"start_next_launch|clear_other_bank|drop_preloaded|fetch_add_shared|store_\w+_gpu|"
+    r"signal_ranks|commit_stores|add_starts|end_transfer|"
     r"tell_ranks(?:_when_all)?|leave_if_aborted|stage_tokens|init_sums|finish_expert_tile|store_\w+_sys"
 )
 REPLACEMENTS = (
@@ -93,6 +97,33 @@ REPLACEMENTS = (
     (r"is_mine \?", "true ?"),
     (r"&& take_first_task\([^()]*\)", "&& true"),
     (r"k \* \(part \+ 1\) / parts", "k"),
+    # Between ranks, rows alone.
+    (r"wait_for_stores<", "wait_for_stores_read<"),
+    (r"wait_for_stores_read<0>", "wait_for_stores_read<1>"),
+    (r"rank < p\.rank \?", "true ?"),
+    (r"left &= left - 1", "left = 0"),
+    (r"used &= used - 1", "used = 0"),
+    (r"ceil_div\(totals\[e\], kAlignment\) \* kAlignment", "totals[e]"),
+    (r"is_there \?", "true ?"),
+    (r"(?<=stores = )kExpertRows \?", "true ?"),
+    (r" && leader == lane", ""),
+    (r"used && before == 0", "used"),
+    (r"used && (?=__ffs)", ""),
+    (r"block \+ 1 == num_blocks\(\) &&", "true &&"),
+    (r"block_idx\(\) == 0 &&(?= (?:warp|thread)_idx)", "true &&"),
+    (r"rank == p\.rank && block_idx\(\) == 0", "rank == p.rank"),
+    (r"rank == p\.rank && block_idx\(\) == 0", "block_idx() == 0"),
+    (r"!p\.is_cached", "true"),
+    (r"lane_idx\(\) >= distance \?", "true ?"),
+    (r"p\.(?:x_is_bf16|is_weighted) \?", "true ?"),
+    (r"quantizes_x\(p\) \|\|", ""),
+    (r"of_step < kTokens &&", "true &&"),
+    (r"token < chunk\.end", "true"),
+    (r"id < kNumAllExperts \?", "true ?"),
+    (r"(?<=at )\+ i \* 512 < kRowOutBytes", "< kRowOutBytes"),
+    (r"tokens \+ 1\)", "tokens)"),
+    (r"mask < 8;", "mask < 4;"),
+    (r"kQuantizes && p\.x_is_bf16", "kQuantizes"),
 )
 # Terms of addresses and coordinates; each becomes 0.
 TERMS = (
@@ -173,10 +204,47 @@ TERMS = (
     r"\bi \* 512",
     r"tile \* kBlockRows",
     r"\b2 \* w\b",
+    # Between ranks, rows alone.
+    r"u64\(n\) \* kRecordWords",
+    r"u64\(row\) \* (?:kRowBytes|kNumGroups)",
+    r"u64\(token\) \* kMaxParts",
+    r"(?<=kMaxParts \+ )part",
+    r"rank << kPlaceBits",
+    r"(?<=kPlaceBits \| )n\b",
+    r"(?<=kTopK \+ )lane_idx\(\)",
+    r"(?<![.\w])rank \* kNum(?:Columns|Experts)",
+    r"(?<=share \* )block_idx\(\)",
+    r"(?<=words\[)2 \* i",
+    r"(?<=pair\) - )p\.first_expert",
+    r"u64\((?:block|other)\) \* kNumColumns",
+    r"lane % kTopK",
+    r"of_step \* kNumRanks",
+    r"(?<=first \+ )of_step",
+    r"(?<=kNumAllExperts \+ )(?:p\.)?rank",
+    r"(?<=min_of\()lane_idx\(\)(?= \* kPart)",
+    r"lane_idx\(\) \* 16",
+    r"u64\(chunk\.begin\) \* kTopK",
+    r"(?<=chunk\.begin \+ )warp",
+    r"channel (?:\* 2|/ 128)",
+    r"(?<=group = )i \* kWarpThreads",
+    r"i64\(token\) \* p\.(?:x_scale_token|bias_\d)_stride",
+    r"i64\(group\) \* p\.x_scale_group_stride",
+    r"p\.rank << kRecordPartBits",
+    r"(?<=kRecordPartBits \| )part",
+    r"home >> kRecordPartBits",
+    r"(?<=kRecordIds \+ )(?:lane_idx\(\)|slot)",
+    r"(?<=kRecordWeights \+ )(?:lane_idx\(\)|slot)",
+    r"(?<=kRecordRows \+ )(?:lane_idx\(\)|slot)",
+    r"i64\(n\) \* p\.rows_stride",
+    r"i64\(__shfl_sync\(kFullMask, row, s\)\) \* p\.rows_stride",
+    r"u64\(block_idx\(\)\) \* kNumThreads",
+    r"u32\(unit % kPieces\) \* kPieceBytes",
+    r"u64\(warp_idx\(\)\) \* num_blocks\(\)",
+    r"(?<=num_blocks\(\) \+ )block_idx\(\)",
 )
 # The start of such a statement; definitions and expressions are something else.
 _STATEMENT = rf"[;{{}})]\s*((?:{SYNCHRONISING})(?:<\w+>)?\()"
-_MUTABLE = re.compile(r"roles/|mega_moe\.cu\.jinja$")
+_ROOM = re.compile(r"^DEVICE void init_barriers|^extern \"C\" __global__", re.MULTILINE)
 
 # Mutants that do the same as the original, by name: why.
 EQUIVALENT = {
@@ -197,7 +265,7 @@ EQUIVALENT = {
     "roles/feed.cuh: task.k_begin -> 0": "prefill has no parts: it is 0",
     "roles/expand.cuh: task.k_begin -> 0": "the same",
     "roles/bias.cuh: without sync_warp();": "only keeps the compiler from loading all ahead",
-    "roles/many_ranks.cuh: load_relaxed_gpu( -> *( #2": "behind the flags of all ranks a "
+    "roles/many_ranks.cuh: load_relaxed_gpu( -> *(": "behind the flags of all ranks a "
     "plain load will do",
     "roles/combine_many_ranks.cuh: before != kUnused && -> true &&": "an unused slot's expert "
     "is of no rank",
@@ -205,14 +273,34 @@ EQUIVALENT = {
     "rows of all experts that its tokens go to, whose ranks have fetched the tokens before",
     "roles/exchange.cuh: bank_start(p, 1, kXQuantScaleStride) -> 0": "the same",
     "roles/routing.cuh: load_relaxed_gpu( -> *(": "behind the grid barrier a plain load will do",
+    "roles/symmetric.cuh: load_acquire_gpu( -> load_relaxed_gpu(": "the launch's parity has been "
+    "acquired before, which orders the same",
+    "roles/symmetric.cuh: store_release_gpu( -> store_relaxed_gpu(": "the parity has been released "
+    "before, which orders the same",
+    "roles/transfer.cuh: load_acquire_gpu( -> load_relaxed_gpu(": "the launch before is over, and "
+    "its number, stored last, is acquired next",
+    "roles/notify.cuh: without sync_warp(); #3": "columns of ranks and of experts take turns, so "
+    "that the other's barrier lies between",
+    "roles/notify.cuh: block_idx() == 0 && -> true &&": "the launch before is over for all "
+    "blocks, which set the same flags",
+    "roles/reduce.cuh: block_idx() == 0 && -> true &&": "the same",
+    "roles/dispatch.cuh: without sync_warp(); #2": "the loop over tokens has one before the next "
+    "token's scales, too",
 }
 # Mutants that no schedule so far has shown to be wrong: why.
 UNSEEN = {
     "roles/bank.cuh: without fence_gpu();": "orders a store against the start of the next "
     "launch, which is no operation on memory: nothing is to be done in the emulator",
-    "roles/bank.cuh: is_mine ? -> true ?": "needs a block that starts after another has come to "
-    "GEMM 2 and taken its task; one schedule of some tens had it, as a race on mid",
-    "roles/bank.cuh: && take_first_task(p, head, block) -> && true": "the same",
+    "roles/first_task.cuh: is_mine ? -> true ?": "needs a block that starts after another has come "
+    "to GEMM 2 and taken its task; one schedule of some tens had it, as a race on mid",
+    "roles/symmetric.cuh: load_relaxed_gpu( -> *(": "is written where a wait has run out of time, "
+    "which no case has",
+    "roles/notify.cuh: without sync_warp();": "lanes may come to a named barrier one by one in the "
+    "emulator, on a GPU they may not",
+    "roles/notify.cuh: store_release_sys( -> store_relaxed_sys(": "orders what the host reads, "
+    "which is not emulated",
+    "roles/notify.cuh: store_release_sys( -> store_release_gpu(": "the same",
+    "roles/first_task.cuh: && take_first_task(p, head, block) -> && true": "the same",
 }
 
 
@@ -255,6 +343,9 @@ class Case:
     overlap: bool = False
     small_parts: bool = False
     schedules: int = 1
+
+
+AnyCase = Case | TransferCase
 
 
 def _case(bucket: str, sizes: tuple[int, ...], tokens, routing="unused", **changes) -> Case:
@@ -345,20 +436,24 @@ CASES = (
         *("decode", (288, 80, 2, 2), ((5, 0, 9), (2, 7, 1))),
         **{"num_ranks": 3, "presum": True, "format": "bf16"},
     ),
+    # More groups of channels than lanes.
+    _case("decode", (4224, 48, 2, 2), ((3, 0), (1, 2)), num_ranks=2, presum=True, num_blocks=1),
     # A warp that has fallen behind by a whole grid barrier.
     _case("decode", (128, 48, 100, 2), (8,), num_local_pairs=2, num_blocks=3, schedules=4),
+    *transfer_mutations.CASES,
 )
 
 
-def files_of(text: str) -> Iterator[tuple[str, int, str]]:
-    """(path, position, body) of every mutable file in a rendered text."""
+def files_of(case: AnyCase) -> Iterator[tuple[str, int, str]]:
+    """(path, position, body) of every mutable file in the text of a case."""
+    text = rendered(case)
+    begin = _ROOM.search(text).start()
     banners = list(re.finditer(r"^// ==== (.+) ====\n", text, re.MULTILINE))
     for banner, after in zip(banners, [*banners[1:], None], strict=True):
-        end = after.start() if after else text.index("DEVICE void init_barriers")
-        if _MUTABLE.search(banner[1]):
+        end = after.start() if after else begin
+        if banner[1].startswith("roles/"):
             yield banner[1], banner.end(), text[banner.end() : end]
-    begin = text.index("DEVICE void init_barriers")
-    yield "mega_moe.cu.jinja", begin, text[begin:]
+    yield f"{case.plan.name}.cu.jinja", begin, text[begin:]
 
 
 def mutants_of(file: str, body: str) -> Iterator[Mutant]:
@@ -391,19 +486,19 @@ def _end_of_call(code: str, at: int) -> int:
 
 
 @cache
-def rendered(case: Case) -> str:
+def rendered(case: AnyCase) -> str:
     text = render(case.plan, layer="emulated")
-    if case.small_parts:
+    if isinstance(case, Case) and case.small_parts:
         assert text.count("kLeast = 16;") == 1
         text = text.replace("kLeast = 16;", "kLeast = 1; ")  # mutants are found by their positions
     return text
 
 
-def all_mutants() -> list[Mutant]:
+def all_mutants(cases: Sequence[AnyCase] = CASES) -> list[Mutant]:
     """Those of all cases' texts, each once."""
     found = {}
-    for case in CASES:
-        for file, _, body in files_of(rendered(case)):
+    for case in cases:
+        for file, _, body in files_of(case):
             for mutant in mutants_of(file, body):
                 found[mutant] = None
     return list(found)
@@ -504,10 +599,12 @@ def late_call(call: Call, num_experts: int, rng: np.random.Generator) -> Call:
     return Call(x, ids, early["topk_weights"], late)
 
 
-def run(case: Case, text: str, seed: int) -> str | None:
+def run(case: AnyCase, text: str, seed: int) -> str | None:
     """How the kernel in `text` fails in this case, under one schedule: a line; None if it does
     not.
     """
+    if isinstance(case, TransferCase):
+        return case.run(text, seed)
     if case.plan.num_ranks > 1:
         ys = rank_outputs(text, case, seed)
     else:
@@ -535,28 +632,28 @@ def run(case: Case, text: str, seed: int) -> str | None:
     return None
 
 
-def seeds_of(case: Case, turn: int) -> range:
+def seeds_of(case: AnyCase, turn: int) -> range:
     """The schedules of the case in a turn through all cases."""
     return range(turn * case.schedules, (turn + 1) * case.schedules)
 
 
-def mutated(mutant: Mutant) -> Iterator[tuple[Case, str]]:
+def mutated(mutant: Mutant, cases: Sequence[AnyCase]) -> Iterator[tuple[AnyCase, str]]:
     """The cases that have the mutant's file, each with its text, broken."""
-    for case in CASES:
+    for case in cases:
         text = rendered(case)
-        for file, position, _ in files_of(text):
+        for file, position, _ in files_of(case):
             at = position + mutant.start
             end = at + len(mutant.text)
             if file == mutant.file and text[at:end] == mutant.text:
                 yield case, text[:at] + mutant.replacement + text[end:]
 
 
-def kill(mutant: Mutant, seeds: int = SEEDS) -> str | None:
-    """What killed the mutant; None if it survived every case that has its file.
+def kill(mutant: Mutant, seeds: int = SEEDS, cases: Sequence[AnyCase] = CASES) -> str | None:
+    """What killed the mutant; None if it survived every one of `cases` that has its file.
 
     Raises HostCompileError for one that does not compile: it would prove nothing.
     """
-    broken = list(mutated(mutant))
+    broken = list(mutated(mutant, cases))
     for turn in range(seeds):
         for case, text in broken:
             for seed in seeds_of(case, turn):
@@ -568,6 +665,7 @@ def kill(mutant: Mutant, seeds: int = SEEDS) -> str | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", default="", help="mutants whose name contains this")
+    parser.add_argument("--kernel", help="in cases of this alone: mega_moe, dispatch or combine")
     parser.add_argument("--sample", type=int, help="so many of them, chosen by --seed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=SEEDS, help="schedules a launch is tried with")
@@ -575,20 +673,21 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="name the mutants and stop")
     arguments = parser.parse_args()
 
-    mutants = [m for m in all_mutants() if arguments.only in m.name]
+    cases = [c for c in CASES if arguments.kernel in (None, c.plan.name)]
+    mutants = [m for m in all_mutants(cases) if arguments.only in m.name]
     if arguments.sample is not None:
         mutants = random.Random(arguments.seed).sample(mutants, arguments.sample)
     if arguments.list:
         print("\n".join(f"{m.name}  ({m.line})" for m in mutants))
         return
     start = time.perf_counter()
-    for case in CASES:
+    for case in cases:
         for seed in chain.from_iterable(seeds_of(case, turn) for turn in range(arguments.seeds)):
             failure = run(case, rendered(case), seed)
             assert failure is None, f"the original fails: {failure}"
     with ThreadPoolExecutor(arguments.jobs) as pool:
         verdicts = []
-        results = pool.map(partial(kill, seeds=arguments.seeds), mutants)
+        results = pool.map(partial(kill, seeds=arguments.seeds, cases=cases), mutants)
         for mutant, verdict in zip(mutants, results, strict=True):
             verdicts.append(verdict)
             print(

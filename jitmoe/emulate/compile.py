@@ -28,6 +28,7 @@ _SOURCES = (
     "scheduler",
     "memory",
     "mbarrier",
+    "stores",
     "warp",
     "wgmma",
     "cluster",

@@ -58,7 +58,8 @@ class EmulatedRanks:
     def _poisoned(self) -> np.ndarray:
         """A rank's symmetric memory before its first launch: 0xFF but for what must be zero."""
         memory = np.full(self.map.num_bytes, 0xFF, np.uint8)
-        memory[: self.map.offsets["pair_experts"]] = 0
+        for offset, num_bytes in self.map.zeroed:
+            memory[offset : offset + num_bytes] = 0
         return memory
 
     def __call__(self, calls: Sequence[Call | tuple], **options) -> list[np.ndarray]:

@@ -64,6 +64,7 @@ def render(plan: Plan, layer: str = "device", templates: Path | None = None) -> 
     return text
 
 
+@lru_cache(1024)
 def plan_hash(plan: Plan) -> str:
     """Short name of a plan, the same on every machine."""
     return hashlib.sha256(repr(plan).encode()).hexdigest()[:8]

@@ -25,6 +25,7 @@ class GpuSpec:
     bf16_tflops: float
     l2_bytes: int
     measured: bool = False
+    link_gbps: float = 450  # NVLink to other GPUs, each way (datasheets)
 
     def tflops(self, format: str) -> float:
         """The sustained dense rate of a number format of `formats.FORMATS`."""
@@ -48,9 +49,13 @@ GPUS = {
         "H200", "sm_90a", 132, HOPPER_SMEM_BYTES, 4645, 1440, 788, 60 << 20, measured=True
     ),
     "h100-sxm": GpuSpec("H100 SXM", "sm_90a", 132, HOPPER_SMEM_BYTES, 3240, 1440, 788, 50 << 20),
-    "h100-pcie": GpuSpec("H100 PCIe", "sm_90a", 114, HOPPER_SMEM_BYTES, 1935, 1100, 602, 50 << 20),
+    "h100-pcie": GpuSpec(
+        "H100 PCIe", "sm_90a", 114, HOPPER_SMEM_BYTES, 1935, 1100, 602, 50 << 20, link_gbps=0
+    ),
     "h20": GpuSpec("H20", "sm_90a", 78, HOPPER_SMEM_BYTES, 3870, 215, 118, 60 << 20),
-    "b200": GpuSpec("B200", "sm_100a", 148, HOPPER_SMEM_BYTES, 7740, 3270, 1790, 126 << 20),
+    "b200": GpuSpec(
+        "B200", "sm_100a", 148, HOPPER_SMEM_BYTES, 7740, 3270, 1790, 126 << 20, link_gbps=900
+    ),
 }
 
 

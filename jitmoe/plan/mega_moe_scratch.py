@@ -52,18 +52,21 @@ def control(plan, num_tokens: int) -> MemoryMap:
 
 
 def symmetric(plan, rank_tokens: int) -> MemoryMap:
-    """Regions of a rank that other ranks write or read (templates/roles/many_ranks.cuh): those up
-    to expert_done are zero before the first launch. Doubled ones have a bank for every other one.
+    """Regions of a rank that other ranks write or read (templates/roles/many_ranks.cuh). Doubled
+    ones have a bank for every other launch.
     """
     tokens, ranks = max(rank_tokens, 1), plan.num_ranks
     pairs, c = ranks * tokens * plan.top_k, plan.derived_constants
     row_bytes = format_of(plan.format).element_bytes * plan.hidden
     return MemoryMap(
         (
-            Region("launches", "u32", (1,), 256, "number of the next launch"),
-            Region("pairs_ready", "u32", (ranks,), 256, "by rank: a launch's number + 1"),
-            Region("tokens_ready", "u32", (ranks,), 256, "the same"),
-            Region("expert_done", "u32", (ranks * plan.num_experts,), 256, "the same, by expert"),
+            Region("launches", "u32", (1,), 256, "number of the next launch", True),
+            Region("pairs_ready", "u32", (ranks,), 256, "by rank: a launch's number + 1", True),
+            Region("tokens_ready", "u32", (ranks,), 256, "the same", True),
+            Region(
+                *("expert_done", "u32", (ranks * plan.num_experts,), 256),
+                *("the same, by expert", True),
+            ),
             Region("bounds", "u32", (2, ranks), 256, "by rank: rows it takes its share to have"),
             Region("pair_experts", "u32", (2, pairs), 256, "of all ranks' tokens"),
             Region("pair_weights", "f32", (2, pairs), 256),

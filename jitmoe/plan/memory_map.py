@@ -20,7 +20,7 @@ class LayoutError(ValueError):
 @dataclass(frozen=True)
 class Region:
     """`shape` elements of `ctype`, starting at a multiple of `align` bytes; `note` goes to the
-    printed table.
+    printed table. `is_zeroed` says that it must be zero before its first use.
     """
 
     name: str
@@ -28,6 +28,7 @@ class Region:
     shape: tuple[int, ...]
     align: int = 16
     note: str = ""
+    is_zeroed: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -68,6 +69,12 @@ class MemoryMap:
             offsets[region.name] = start = align(end, region.align)
             end = start + region.num_bytes
         return offsets
+
+    @cached_property
+    def zeroed(self) -> tuple[tuple[int, int], ...]:
+        """Offset and bytes of every region that must be zero before its first use."""
+        found = (r for r in self.regions if r.is_zeroed)
+        return tuple((self.offsets[region.name], region.num_bytes) for region in found)
 
     @cached_property
     def align(self) -> int:

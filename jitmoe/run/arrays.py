@@ -208,10 +208,16 @@ def _layout(key, strides, dtype: str, itemsize: int, device: int, family: str) -
 
 
 def check_array(
-    got: DeviceArray, name: str, shape: tuple, dtypes: tuple[str, ...], device: int, remedy: str
+    got: DeviceArray,
+    name: str,
+    shape: tuple,
+    dtypes: tuple[str, ...],
+    device: int,
+    remedy: str,
+    whose: str = "weights",
 ) -> None:
     """Raise ValueError, in one sentence, unless shape, dtype and device are as wanted; `None` is
-    any size. `remedy` says what to do about a wrong shape.
+    any size. `remedy` says what to do about a wrong shape, `whose` the device is.
     """
     if got.dtype not in dtypes:
         raise ValueError(
@@ -223,8 +229,9 @@ def check_array(
         wanted = ", ".join("*" if want is None else str(want) for want in shape)
         raise ValueError(f"{name} must have shape [{wanted}], got {list(got.shape)}; {remedy}")
     if got.device != device:
+        verb = "are" if whose.endswith("s") else "is"
         raise ValueError(
-            f"{name} is on GPU {got.device}, the weights are on GPU {device}; move one of them"
+            f"{name} is on GPU {got.device}, the {whose} {verb} on GPU {device}; move one of them"
         )
 
 
@@ -261,26 +268,3 @@ def check_rows(got: DeviceArray, name: str, align_elements: int) -> None:
             f"rows of {name} must start at multiples of 16 bytes, "
             f"got address {got.ptr:#x} and strides {list(got.strides)}; copy it"
         )
-
-
-def empty_rows(num_rows: int, num_columns: int, like, family: str, device: int):
-    """A new [num_rows, num_columns] bf16 array of the family of `like`."""
-    if family == "torch":
-        import torch
-
-        return torch.empty((num_rows, num_columns), dtype=torch.bfloat16, device=like.device)
-    import cupy
-
-    with cupy.cuda.Device(device):
-        return cupy.empty((num_rows, num_columns), dtype=_cupy_bf16())
-
-
-@cache
-def _cupy_bf16():
-    """CuPy's bf16 where it has one (14 and later), else uint16 of the same bits."""
-    import cupy
-    import ml_dtypes
-
-    if int(cupy.__version__.split(".")[0]) >= 14:
-        return np.dtype(ml_dtypes.bfloat16)
-    return np.dtype(np.uint16)

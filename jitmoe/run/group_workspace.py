@@ -4,9 +4,12 @@ process drives, and symmetric memory.
 
 from __future__ import annotations
 
+from itertools import product
+
 from jitmoe.plan.memory_map import MemoryMap
 from jitmoe.plan.plan import Plan
 from jitmoe.run.driver import is_capturing
+from jitmoe.run.host_counts import HostCounts
 from jitmoe.run.symmetric import Group, SymmetricMemory, check_group
 from jitmoe.run.workspace import CaptureError, Workspace
 
@@ -28,6 +31,7 @@ class GroupWorkspace:
         self._plans: set[tuple[Plan, int]] = set()
         self._capacity = 0
         self.ready: dict = {}  # launches that callers made ready (fused_ranks.py)
+        self.host_counts = [HostCounts() for _ in group.ranks]
 
     @property
     def generation(self) -> int:
@@ -49,6 +53,11 @@ class GroupWorkspace:
             _refuse_capture(stream, "symmetric memory of the group")
             self._shared[regions] = self._allocate(regions)
         return self._shared[regions][1].data.ptr, regions.offsets, self._capacity
+
+    def address(self, plan: Plan, rank: int, name: str) -> int:
+        """Of a region of a rank's symmetric memory, which must be reserved."""
+        regions = plan.symmetric(self._capacity)
+        return self._shared[regions][0].bases[rank] + regions.offsets[name]
 
     def _allocate(self, regions: MemoryMap) -> tuple[SymmetricMemory, object]:
         import cupy
@@ -106,8 +115,8 @@ class GroupWorkspace:
             workspace.reset()
         with cupy.cuda.Device(self.group.device) as device:
             for regions, (memory, _) in (*self._shared.items(), *self._retired):
-                for rank in self.group.ranks:
-                    _zero(memory.bases[rank], regions.offsets["pair_experts"])
+                for rank, (offset, num_bytes) in product(self.group.ranks, regions.zeroed):
+                    _zero(memory.bases[rank] + offset, num_bytes)
             device.synchronize()
         self.group.barrier()
 

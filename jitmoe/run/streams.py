@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 
 def current_stream(family: str, device: int) -> int:
     """The stream the caller's library would use now, as an address."""
@@ -26,3 +28,32 @@ def stream_address(stream) -> int:
     raise TypeError(
         f"stream must be an address or a CuPy or PyTorch stream, got {type(stream).__name__}"
     )
+
+
+@contextmanager
+def on_stream(address: int):
+    """CuPy's work goes to a stream made elsewhere, then where it went before: a `with` of CuPy's
+    own forgets a stream that was chosen by `Stream.use` (CuPy 14.2).
+    """
+    import cupy
+
+    before = cupy.cuda.get_current_stream()
+    if hasattr(cupy.cuda.Stream, "from_external"):  # CuPy 14's name
+        stream = cupy.cuda.Stream.from_external(_CudaStream(address))
+    else:
+        stream = cupy.cuda.ExternalStream(address)
+    stream.use()
+    try:
+        yield
+    finally:
+        before.use()
+
+
+class _CudaStream:
+    """The CUDA stream protocol: version and address."""
+
+    def __init__(self, address: int):
+        self._address = address
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._address

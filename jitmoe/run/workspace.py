@@ -9,6 +9,7 @@ import itertools
 from jitmoe import settings
 from jitmoe.plan.plan import Plan
 from jitmoe.run.driver import is_capturing
+from jitmoe.run.streams import on_stream
 
 STATUS_WORDS = 16
 
@@ -32,6 +33,10 @@ _WAITS = {
     16: "the tokens of rank {index}",
     17: "rows of expert {index}, which rank {owner} owes",
     18: "rank {index} to pass the same max_num_tokens: it passed {expected}",
+    19: "rank {index} to say how many tokens it sends",
+    20: "the tokens that rank {index} sends",
+    21: "rank {index} to take sums",
+    22: "the sums that rank {index} sends",
 }
 
 
@@ -163,7 +168,7 @@ class Workspace:
         # Even if memory runs out: some of the old may be gone by then.
         self.generation += 1
         self.ready.clear()
-        with cupy.cuda.Device(self.device), _external_stream(stream):
+        with cupy.cuda.Device(self.device), on_stream(stream):
             try:
                 control = old_control
                 if capacity > old_capacity:
@@ -227,25 +232,6 @@ class Workspace:
     def _clear_status(self) -> None:
         for i in range(STATUS_WORDS):
             self._status[i] = 0
-
-
-def _external_stream(address: int):
-    """CuPy's view of a stream made elsewhere; CuPy 14 renamed it."""
-    import cupy
-
-    if hasattr(cupy.cuda.Stream, "from_external"):
-        return cupy.cuda.Stream.from_external(_CudaStream(address))
-    return cupy.cuda.ExternalStream(address)
-
-
-class _CudaStream:
-    """The CUDA stream protocol: version and address."""
-
-    def __init__(self, address: int):
-        self._address = address
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._address
 
 
 def _roles_of_warp(plan: Plan, warp: int):

@@ -35,6 +35,10 @@ EVENTS = {
     WAIT + 16: "wait tokens",
     WAIT + 17: "wait expert",
     WAIT + 18: "wait bound",
+    WAIT + 19: "wait counts",
+    WAIT + 20: "wait rows",
+    WAIT + 21: "wait sums wanted",
+    WAIT + 22: "wait sums",
 }
 CODES = {name: code for code, name in EVENTS.items()}
 

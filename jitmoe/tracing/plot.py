@@ -30,6 +30,8 @@ _WAITS = {
     "wait list full": "#fcae91",
 }
 
+NEEDS_MATPLOTLIB = "plots need matplotlib, which is not installed; pip install 'jitmoe[trace]'"
+
 
 def draw(timeline: Timeline, path: Path | str, block: int = 0) -> None:
     """Write a PNG: every warp of `block`, working above and waiting below, and of every block the
@@ -41,9 +43,7 @@ def draw(timeline: Timeline, path: Path | str, block: int = 0) -> None:
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
     except ImportError as error:
-        raise ImportError(
-            "plots need matplotlib, which is not installed; pip install 'jitmoe[trace]'"
-        ) from error
+        raise ImportError(NEEDS_MATPLOTLIB) from error
     events = timeline.events
     blocks = np.unique(events["block"])
     if block not in blocks:

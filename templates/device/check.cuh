@@ -21,6 +21,10 @@ enum Wait : u32 {
     kWaitTokens = 16,
     kWaitExpert = 17,
     kWaitBound = 18,
+    kWaitCounts = 19,
+    kWaitRows = 20,
+    kWaitSumsWanted = 21,
+    kWaitSums = 22,
 };
 
 // Words of Params::header.

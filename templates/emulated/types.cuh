@@ -68,6 +68,12 @@ inline T __shfl_xor_sync(u32 mask, T value, u32 lanes, u32 line = __builtin_LINE
 inline u32 __ballot_sync(u32 mask, bool predicate, u32 line = __builtin_LINE()) {
     return emu::ballot(mask, predicate, line);
 }
+// All lanes take part: the device's needs no more of it here.
+inline u32 __match_any_sync(u32 mask, u32 value, u32 line = __builtin_LINE()) {
+    u32 same = 0;
+    for (u32 lane = 0; lane < 32; ++lane) same |= u32(__shfl_sync(mask, value, lane, line) == value) << lane;
+    return same;
+}
 
 constexpr u32 kWarpThreads = 32;
 constexpr u32 kFullMask = 0xffffffffu;

@@ -1,43 +1,5 @@
-// Between ranks: routing goes to all, tokens lie ready for whoever needs them, and flags tell of it. Relies on
-// many_ranks.cuh and routing.cuh.
-
-// Whether the flag of `rank` is of this launch or a later one.
-DEVICE bool is_set(const u32* flag) { return i32(load_acquire_sys(flag) - launch_number() - 1) >= 0; }
-
-// Counts at `word`; whoever makes it `all` sets the flag at `at` on all ranks. One whole warp, for what its lanes did
-// or know of by a barrier. Pairs with all_tell and wait_for_slots.
-DEVICE void tell_ranks(const Params& p, const Head& head, u32 word, u32 all, i64 at) {
-    sync_warp();
-    u32 num = 0;
-    if (lane_idx() == 0) num = fetch_add_acq_rel_gpu(counter(p, head, word), 1) + 1;
-    if (__shfl_sync(kFullMask, num, 0) != all) return;
-    sync_warp();  // what lane 0 has acquired is ordered before every lane's release
-    for (u32 rank = lane_idx(); rank < kNumRanks; rank += kWarpThreads) {
-        store_release_sys(symmetric<u32>(p, rank, at), launch_number() + 1);
-    }
-}
-
-// The whole CTA, after its share of the work.
-DEVICE void tell_ranks_when_all(const Params& p, const Head& head, u32 word, i64 at) {
-    sync_block();
-    if (warp_idx() == 0) tell_ranks(p, head, word, num_blocks(), at + p.rank * 4);
-}
-
-// Until the flags at `at` of all ranks are set, or false. One whole warp. Pairs with tell_ranks.
-DEVICE bool all_tell(const Params& p, Wait what, i64 at) {
-    const u32* flags = symmetric<u32>(p, p.rank, at);
-    for (u32 first = 0; first < kNumRanks; first += kWarpThreads) {
-        u32 owing = first;
-        const bool in_time = poll_in_time(p, what, owing, launch_number() + 1, [&] {
-            const u32 rank = first + lane_idx();
-            const u32 unset = __ballot_sync(kFullMask, rank < kNumRanks && !is_set(flags + rank));
-            if (unset != 0) owing = first + __ffs(unset) - 1;
-            return unset == 0;
-        });
-        if (!in_time) return false;
-    }
-    return true;
-}
+// Between ranks: routing goes to all, tokens lie ready for whoever needs them. Relies on many_ranks.cuh, flags.cuh and
+// routing.cuh.
 
 // What GEMM 2 must know of a row: the slots of its token that hold experts here or, where rows travel as they are, its
 // home.

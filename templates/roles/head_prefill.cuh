@@ -8,8 +8,8 @@ constexpr u32 kTokenScales = kQuantizes ? ceil_div(kHidden, 128) : 0;
 constexpr u32 kScalePitch = kTokenScales | 1;  // tokens begin in different banks of shared memory
 
 // Tokens of a CTA at a time: as many as have room for their rows and scales.
-constexpr u32 kChunkTokens = min_of(4096 / kTopK, u32(sizeof(Smem::token_tiles) - 2 * kNumExperts * sizeof(u32)) /
-                                                      (kTopK * 4 + kScalePitch * 4));
+constexpr u32 kChunkTokens = min_of(
+    4096 / kTopK, u32(sizeof(Smem::token_tiles) - 2 * kNumExperts * sizeof(u32)) / (kTopK * 4 + kScalePitch * 4));
 struct Sorting {
     u32 begin[kNumExperts], next[kNumExperts];  // rows of an expert that the chunk's tokens have
     u32 rows[kChunkTokens * kTopK];

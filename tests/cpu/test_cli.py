@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from jitmoe import demo, doctor, doctor_files, prebuild
+from jitmoe import demo, doctor, doctor_files, prebuild, tuned
 from jitmoe.cli import app
 from jitmoe.emulate import compile as host
 from jitmoe.jit import build, nvrtc
@@ -151,6 +151,57 @@ def test_a_preset_brings_its_layer():
     assert "in bf16" in text and "dequantised" not in text
     text = refusal("plan", "--model", "gpt-oss-20b", "--format", "fp8_block")
     assert "hidden must be a multiple of 128" in text
+
+
+@pytest.mark.parametrize(
+    "kernel, roles",
+    [
+        ([], ("load", "schedule", "gather", "deliver", "math")),
+        (["mega-moe"], ("load", "schedule", "gather", "deliver", "math")),
+        (["dispatch"], ("notify", "dispatch")),
+        (["combine"], ("reduce",)),
+    ],
+    ids=str,
+)
+def test_show_of_each_kernel(kernel, roles):
+    """The table of roles is at the top, and the kernel below."""
+    text = invoke("show", *kernel, "--model", "qwen3-30b-a3b", "--plain").stdout
+    name = "".join(kernel or ["mega-moe"]).replace("-", "_")
+    assert text.startswith(f"// {name} for sm_90a, plan ")
+    table = text.split("//   role ")[1].split("\n//\n")[0].splitlines()[1:]
+    assert [line.split()[1] for line in table] == list(roles)
+    assert f" {name}(const __grid_constant__ " in text
+
+
+def test_show_of_dispatch_and_combine():
+    sizes = ["--hidden", "512", "--experts", "24", "--top-k", "2"]
+    text = invoke("show", "dispatch", *sizes, "--plain").stdout
+    for fact in ("num_experts = 3", "num_ranks = 8", "format = bf16", "alignment = 1"):
+        assert f"//   {fact}\n" in text
+    options = ["--ranks", "4", "--layout", "experts", "--format", "fp8"]
+    for kernel in ("dispatch", "combine"):
+        text = invoke("show", kernel, *sizes, *options, "--plain").stdout
+        for fact in ("num_experts = 6", "num_ranks = 4", "format = fp8", "alignment = 128"):
+            assert f"//   {fact}\n" in text
+        text = refusal("show", kernel, *sizes, "--intermediate", "256", "--tokens", "32", "--bias")
+        assert f"{kernel} has no --intermediate, --bias, --tokens, but" in text
+        assert "has no --ep" in refusal("show", kernel, "--model", "kimi-k2", "--ep", "8")
+        for ranks in ("1", "65"):
+            text = refusal("show", kernel, *sizes, "--ranks", ranks)
+            assert f"--ranks must be 2 to 64, got {ranks};" in text
+        assert "to 5 ranks; take" in refusal("show", kernel, *sizes, "--ranks", "5")
+        assert "got 'rows'; take" in refusal("show", kernel, *sizes, "--layout", "rows")
+        assert "got 'fp8_block'; take" in refusal("show", kernel, *sizes, "--format", "fp8_block")
+        assert "in one way" in refusal("show", kernel)
+        assert "in one way" in refusal("show", kernel, *sizes, "--model", "kimi-k2")
+        assert "needs --experts, --top-k too" in refusal("show", kernel, *sizes[:2])
+        assert "multiple of 128, got 192" in refusal(
+            *("show", kernel, "--hidden", "192", *sizes[2:], "--format", "fp8")
+        )
+    assert "mega-moe has no --layout;" in refusal("show", *SMALL, "--layout", "tokens")
+    text = refusal("show", "mega-moe", *SMALL, "--ranks", "8", "--layout", "experts")
+    assert "mega-moe has no --ranks and no --layout;" in text
+    assert "got 'megamoe'; take" in refusal("show", "megamoe", *SMALL)
 
 
 def test_plan_says_what_was_decided():
@@ -385,7 +436,9 @@ def test_doctor_on_tuned_files(monkeypatch, tmp_path):
     site = tmp_path / "site.json"
     monkeypatch.setenv("JITMOE_TUNED", str(site))
     first, shipped = found()
-    assert first.text == f"0 of {site}, which is not there yet" and shipped.text == "0 of shipped"
+    num = len(json.loads(tuned.SHIPPED.read_text())["plans"])
+    assert first.text == f"0 of {site}, which is not there yet"
+    assert shipped.text == f"{num} of shipped"
     assert {first.status, shipped.status} == {"ok"}
     site.write_text("{")
     assert [one.status for one in found()] == ["note", "ok"], "of a damaged file nothing is ok"

@@ -26,7 +26,7 @@ from jitmoe.plan.gpu import gpu_spec
 from jitmoe.plan.heuristics import choose
 from jitmoe.plan.scales import _weight_shapes
 from jitmoe.plan.variant import Variant
-from jitmoe.run import arrays
+from jitmoe.run import families
 from jitmoe.weights import Memo
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, TOKENS = 4, 512, 192, 2, 3
@@ -400,7 +400,7 @@ def test_no_tokens_is_no_work(dtype):
 
 
 def test_too_many_tokens_are_refused_before_memory_is_taken(monkeypatch):
-    monkeypatch.setattr(arrays, "empty_rows", lambda *_: pytest.fail("took memory"))
+    monkeypatch.setattr(families, "empty_rows", lambda *_: pytest.fail("took memory"))
     given = call_arrays(tokens=262_145) | {"out": None}
     message = refusal(lambda: mega_moe(weights=layer_weights(), **given))
     assert "num_tokens" in message and "got 262,145; split" in message

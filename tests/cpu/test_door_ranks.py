@@ -100,7 +100,7 @@ def kernel(monkeypatch):
     monkeypatch.setattr(preparing, "load", lambda plan, device: kernel)
     monkeypatch.setattr(preparing, "ParamBlock", FakeParams)
     monkeypatch.setattr(preparing, "encode_u8_map", lambda *_: bytes(128))
-    monkeypatch.setattr(workspaces, "_external_stream", lambda stream: nullcontext())
+    monkeypatch.setattr(workspaces, "on_stream", lambda stream: nullcontext())
     for module in (group_workspace, workspaces, preparing):
         monkeypatch.setattr(module, "is_capturing", lambda stream: kernel.is_capturing)
     return kernel
@@ -426,9 +426,11 @@ def test_a_launch_that_hung_stops_all_until_reset(kernel):
         for _, array in control.values():
             array.fill(7)
     ranks.workspace.reset()
-    flags = regions.offsets["pair_experts"]
+    kept = regions.offsets["pair_experts"]
     for rank in own:
-        assert not any(rank[:flags]) and all(byte == 0xFF for byte in rank[flags : flags + 99])
+        for begin, num_bytes in regions.zeroed:
+            assert not any(rank[begin : begin + num_bytes]) and begin < kept
+        assert all(byte == 0xFF for byte in rank[kept : kept + 99])
     for workspace in ranks.workspace.workspaces:
         assert not any(array.array.any() for _, array in workspace._controls.values())
     ranks(lists_of(3, 3))

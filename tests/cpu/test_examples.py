@@ -45,8 +45,9 @@ def test_shared_expert():
     assert "6 routed experts and one shared" in run(ROOT / "examples/07_shared_expert.py")
 
 
-def test_many_ranks():
-    lines = run(ROOT / "examples/09_many_ranks.py", CUDA_VISIBLE_DEVICES="").splitlines()
+@pytest.mark.parametrize("name", ["09_many_ranks", "13_dispatch_combine"])
+def test_ranks(name):
+    lines = run(ROOT / f"examples/{name}.py", CUDA_VISIBLE_DEVICES="").splitlines()
     assert lines[0] == "no GPU here: emulated on this CPU"
     counts = [re.match(r"rank (\d) of 4: (\d+) tokens, relative error \d", x) for x in lines[1:]]
     assert [count.groups() for count in counts] == [
@@ -63,6 +64,7 @@ def test_many_ranks():
         "08_transformers_speed",
         "10_torchrun",
         "11_mpi",
+        "14_dispatch_speed",
     ],
 )
 def test_examples_say_that_they_need_a_gpu(name):

@@ -1,5 +1,5 @@
 """A sample of tests/mutations.py: kernels broken in one place are found out. The whole of it, by
-hand, takes half an hour.
+hand, takes an hour.
 """
 
 import random

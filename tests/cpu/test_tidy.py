@@ -89,11 +89,15 @@ ORDER = {
         "mega_moe_constants",
         "mega_moe",
         "heuristics",
+        "transfer",
+        "dispatch",
+        "combine",
     ],
     "jit": ["params", "render", "nvrtc", "cache", "store", "build"],
     "run": [
         "driver",
         "arrays",
+        "families",
         "streams",
         "launch",
         "tma",
@@ -109,6 +113,7 @@ ORDER = {
         "nccl_library",
         "nccl_allocation",
         "nccl_group",
+        "host_counts",
         "group_workspace",
     ],
     "peers": [

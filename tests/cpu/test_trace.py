@@ -179,6 +179,17 @@ def test_plot_without_matplotlib(traced, tmp_path, monkeypatch):
         traced.trace.plot(tmp_path / "gantt.png")
 
 
+def test_a_picture_is_refused_before_anything_runs(tmp_path, monkeypatch):
+    from jitmoe import cli_trace
+    from jitmoe.cli import app
+
+    monkeypatch.setattr(cli_trace, "find_spec", lambda name: None)
+    command = ["trace", "--emulated", "--out", str(tmp_path / "t.json"), "--png", "gantt.png"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 1 and "jitmoe[trace]" in result.stderr
+    assert not (tmp_path / "t.json").exists()
+
+
 def ring(*stamps, capacity=8):
     """Rings of one block, with stamps (time, number, event) in that of the first warp."""
     plan = replace(plans_of_model(SMALL, GPU)["decode"], trace=True)

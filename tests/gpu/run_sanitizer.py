@@ -2,8 +2,9 @@
 
 compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9 \\
     python tests/gpu/run_sanitizer.py
-and --tool synccheck, and --tool racecheck with the argument `racecheck`. (cuda-bindings asks the
-driver for functions it may lack, which memcheck would report.) Exits with 1 if a result is wrong.
+and --tool synccheck, and --tool racecheck with the argument `racecheck`; with `transfers`, dispatch
+and combine alone. (cuda-bindings asks the driver for functions it may lack, which memcheck would
+report.) Exits with 1 if a result is wrong.
 
 Racecheck takes an mbarrier arrival for the arriving lane's alone: it reports the copies of a stage
 that is used again, behind __syncwarp and one lane's arrival for its warp. So it gets no tile of
@@ -16,8 +17,17 @@ import sys
 import cupy
 import numpy as np
 
-from jitmoe import ExpertWeights, GroupWorkspace, LocalGroup, Workspace, mega_moe, reference
-from jitmoe.fp8 import encode_bf16, quantize_tokens
+from jitmoe import (
+    ExpertWeights,
+    GroupWorkspace,
+    LocalGroup,
+    Workspace,
+    combine,
+    dispatch,
+    mega_moe,
+    reference,
+)
+from jitmoe.fp8 import decode_e4m3, encode_bf16, quantize_tokens
 from jitmoe.plan import heuristics
 from jitmoe.plan.formats import format_of
 from jitmoe.plan.problem import MAX_TOKENS, MoeProblem
@@ -121,8 +131,57 @@ def run_ranks(experts, counts, hidden, intermediate, top_k, presum) -> float:
     return max(errors)
 
 
+# layout, format, tokens of each of 3 ranks
+TRANSFER_CASES = [("tokens", "bf16", (9, 0, 40)), ("experts", "fp8", (30, 5, 1))]
+
+
+def run_transfer(layout, format, counts) -> float:
+    """Relative error of tokens that go to their experts and come back as they are, twice, and once
+    more the same ways.
+    """
+    hidden, num_experts, top_k = 512, 12, 3
+    tokens = [reference.random_tokens(n, hidden, num_experts, top_k, n) for n in counts]
+    x = [cupy.asarray(encode_bf16(each.x, np)) for each in tokens]
+    ids = [cupy.asarray(each.topk_ids) for each in tokens]
+    router = [cupy.asarray(each.topk_weights) for each in tokens]
+    with LocalGroup(3) as group:
+        shared = {"group": group, "workspace": GroupWorkspace(group, timeout_s=600)}
+        options = {"num_experts": num_experts, "layout": layout, "format": format}
+        for turn in range(3):
+            if turn < 2:
+                found = dispatch(x, ids, router, **options, **shared)
+                handles = [own.handle for own in found]
+            else:
+                found = dispatch(x, handle=handles, **shared)
+            rows = [own.x for own in found]
+            if format == "fp8":
+                rows = [_decoded(*pair) for pair in rows]
+            ys = combine(rows, handles, bias=x, **shared)
+            cupy.cuda.Device().synchronize()
+        shared["workspace"].check()
+    errors = [0.0]
+    for y, each in zip(ys, tokens, strict=True):
+        if layout == "experts":
+            factor = each.topk_weights.sum(1)
+        else:
+            factor = np.array([len({e // 4 for e in row}) for row in each.topk_ids.tolist()])
+        if len(each.x):
+            wanted = each.x * (1 + factor.reshape(-1, 1))
+            errors.append(reference.relative_error(y.get().view(np.uint16), wanted))
+    return max(errors) / 5  # e4m3 has 3 bits behind the point
+
+
+def _decoded(codes, scale):
+    """Rows as bf16; those that no token filled are zeros."""
+    values = decode_e4m3(codes.get(), np) * scale.get().repeat(128, 1)
+    return cupy.asarray(encode_bf16(np.nan_to_num(values), np))
+
+
 if __name__ == "__main__":
-    more = [] if sys.argv[1:] == ["racecheck"] else [TURNS_THE_RING]
-    errors = [run(*case) for case in CASES + more] + [run_ranks(*case) for case in RANK_CASES]
+    errors = []
+    if "transfers" not in sys.argv:
+        more = [] if "racecheck" in sys.argv else [TURNS_THE_RING]
+        errors += [run(*case) for case in CASES + more] + [run_ranks(*case) for case in RANK_CASES]
+    errors += [run_transfer(*case) for case in TRANSFER_CASES]
     print("relative errors", *(f"{error:.1e}" for error in errors))
     sys.exit(max(errors) > 1e-2)

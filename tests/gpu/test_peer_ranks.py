@@ -5,6 +5,7 @@ becomes of the others when a rank is lost.
 import pytest
 from process_ranks import run_ranks, values
 from rank_layers import lose_a_rank, reset_after_a_late_rank, run_cases
+from rank_transfers import run_transfers
 
 TIMEOUT_S = 170.0
 
@@ -39,3 +40,11 @@ def test_reset_after_a_late_rank():
     outcomes = values(run_ranks(reset_after_a_late_rank, 2, True, None, timeout_s=TIMEOUT_S))
     assert "of rank 0" in outcomes[1][0]
     assert all(error < 1e-2 for _, error in outcomes)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_dispatch_and_combine(num_ranks):
+    counts = [(5,) * num_ranks, (0, 70, 3, 1)[:num_ranks], (128,) * num_ranks]
+    arguments = True, None, counts
+    for error in values(run_ranks(run_transfers, num_ranks, *arguments, timeout_s=TIMEOUT_S)):
+        assert error < 0.1

@@ -171,11 +171,11 @@ def test_workspace_contents_do_not_matter(make_layer, make_call, workspace, num_
 
 
 @pytest.mark.parametrize("num_tokens", [1, 50, 2000])
-def test_workspace_bytes(make_layer, make_call, num_tokens):
+def test_workspace_bytes(make_layer, num_tokens):
     """What workspace_bytes promises is what a workspace takes, but for rounding up."""
-    call = make_call(make_layer(16, 512, 256), num_tokens, 4)
+    weights = make_layer(16, 512, 256).weights
     workspace = Workspace()
-    call.run(call.fp8, workspace)
-    promised = workspace_bytes(call.layer.weights, num_tokens, 4)
-    rounded = workspace_bytes(call.layer.weights, -(-num_tokens // 64) * 64, 4)
+    warmup(weights, 4, num_tokens, workspace=workspace)
+    promised = workspace_bytes(weights, num_tokens, 4)
+    rounded = workspace_bytes(weights, -(-num_tokens // 64) * 64, 4)
     assert promised <= workspace.num_bytes <= rounded

@@ -4,6 +4,7 @@ import pytest
 from group_kinds import skip_without
 from process_ranks import run_ranks, values
 from rank_layers import lose_a_rank, reset_after_a_late_rank, run_cases
+from rank_transfers import run_transfers
 
 from jitmoe.run.driver import num_devices
 
@@ -48,3 +49,13 @@ def test_reset_after_a_late_rank(kind):
     outcomes = values(run_ranks(reset_after_a_late_rank, 2, False, kind, timeout_s=TIMEOUT_S))
     assert "of rank 0" in outcomes[1][0]
     assert all(error < 1e-2 for _, error in outcomes)
+
+
+@pytest.mark.parametrize("kind", ["vmm", "ipc", "nccl"])
+def test_dispatch_and_combine(kind):
+    skip_without(kind)
+    num_ranks = min(num_devices(), 8)
+    counts = [((9, 3) * 4)[:num_ranks], ((0, 700) * 4)[:num_ranks], (4096,) * num_ranks]
+    arguments = False, kind, counts
+    for error in values(run_ranks(run_transfers, num_ranks, *arguments, timeout_s=TIMEOUT_S)):
+        assert error < 0.1

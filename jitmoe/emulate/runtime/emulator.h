@@ -48,6 +48,10 @@ bool test_wait(u64* barrier, u32 parity);
 // Bulk copies, and tensor copies through a map as jitmoe/emulate/run.py encodes it.
 void load_bulk(void* shared, const void* global, u32 num_bytes, u64* full);
 void load_tile(void* tile, const void* map, u64* full, u32 rank, const int* coords);
+void store_bulk(void* global, const void* shared, u32 num_bytes);
+void commit_stores();
+void wait_for_stores_read(u32 num_newest);
+void wait_for_stores(u32 num_newest);
 
 // Clusters. A barrier is named by its place in the own block, `rank` says whose is meant.
 u32 cluster_rank();

@@ -67,10 +67,14 @@ static void set_free(Grid& grid) {
     end_if_due(grid);
 }
 
-// A launch has ended when its threads have exited, and those before it have ended.
+// A launch has ended when its threads have exited, its bulk stores have landed, and those before it have ended.
 static void end_if_due(const Grid& grid) {
     Grid* const next = neighbour(grid, 1);
-    if (grid.is_free && grid.num_live == 0 && next) some_time_later([=] { set_free(*next); });
+    if (!grid.is_free || grid.num_live != 0 || !next) return;
+    some_time_later([=, &grid] {
+        land_stores(grid);
+        set_free(*next);
+    });
 }
 
 void start_streams() {

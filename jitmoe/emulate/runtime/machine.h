@@ -82,6 +82,21 @@ struct CopyGroup {
     AsyncAgent agent;
 };
 
+// A copy from shared to global memory.
+struct BulkStore {
+    const u8* shared;
+    u8* global;
+    u32 num_bytes;
+    bool is_read, is_written;
+    std::vector<u8> bytes;  // between the two
+};
+
+// Bulk stores of a thread between two of its commits.
+struct StoreGroup {
+    std::vector<std::shared_ptr<BulkStore>> stores;
+    AsyncAgent reader, writer;
+};
+
 struct Fiber {
     void* stack_pointer = nullptr;
     u32 thread = 0, block = 0;
@@ -98,11 +113,15 @@ struct Fiber {
     u64 first_copy = 0;            // number of copies.front()
     std::deque<CopyGroup> copy_groups;
 
+    StoreGroup new_stores;                // not committed
+    std::deque<StoreGroup> store_groups;  // not waited for, oldest first
+    u32 num_read_groups = 0;              // of them: known to have read their shared memory
+
     u32 wgmma_position = 0;  // in its warp's stream
     bool wgmma_fenced = false;
 
     AsyncAgent copy_agent;                // of its cp.async
-    std::vector<AsyncAgent> bulk_agents;  // of its tensor and bulk copies, in turn
+    std::vector<AsyncAgent> bulk_agents;  // of its tensor and bulk copies to shared memory, in turn
     u32 num_bulk_copies = 0;
     u32 calls[kMaxCalls], num_calls = 0;  // in the checked build: where kernel text calls kernel text
 
@@ -343,6 +362,10 @@ struct Lane {  // what a lane brings
 void lane_exited(Fiber& fiber);
 void meet(const char* name, u32 mask, u32 argument, u32 line, const Lane& lane, Finish finish);
 void check_registers();
+
+// stores.cpp
+bool may_read_shared(const Fiber& fiber);  // its bulk stores, for all that it knows
+void land_stores(const Grid& grid);
 
 // wgmma.cpp
 bool wgmma_in_flight(const Warp& warp);

@@ -244,6 +244,8 @@ void lane_exited(Fiber& fiber) {
     Block& block = machine.blocks[fiber.block];
     Warp& warp = block.warps[fiber.warp()];
     if (wgmma_in_flight(warp)) fail("exit with matrix multiplies in flight");
+    if (may_read_shared(fiber) && !machine.has_expired)
+        fail("exit with bulk stores that may not have read their shared memory");
     warp.exited |= 1u << fiber.lane();
     block.num_live -= 1;
     finish_if_complete(fiber.block, fiber.warp());

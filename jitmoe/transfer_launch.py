@@ -1,0 +1,92 @@
+"""One launch of dispatch or combine, for the ranks that this process drives."""
+
+from __future__ import annotations
+
+from jitmoe.jit.render import plan_hash
+from jitmoe.plan.transfer import SYMMETRIC, TransferPlan, num_sms_wanted
+from jitmoe.run.driver import device_spec, is_capturing
+from jitmoe.run.group_workspace import GroupWorkspace
+from jitmoe.run.launch import JoinedParams, ParamBlock, load, loaded
+from jitmoe.run.workspace import CaptureError
+
+
+class Launch:
+    """Kernel and memory, whose parameters are written rank by rank; get it from `ready`."""
+
+    def __init__(
+        self,
+        workspace: GroupWorkspace,
+        plan: TransferPlan,
+        rank_tokens: int,
+        stream: int,
+        num_sms: int | None,
+    ):
+        import cupy
+
+        group = workspace.group
+        if loaded(plan, group.device) is None and is_capturing(stream):
+            raise CaptureError(
+                f"the kernel of {plan.name} is not loaded, which a graph capture forbids; call it "
+                "once with the same arguments before capturing"
+            )
+        with cupy.cuda.Device(group.device):
+            self._kernel = load(plan, group.device)
+            self._peers, self._offsets, _ = workspace.reserve(plan, rank_tokens, stream)
+            self._memory = [one.reserve(plan, 1, stream) for one in workspace.workspaces]
+        workspace.enter(plan, rank_tokens, plan_hash(plan))
+        self._workspace, self._plan = workspace, plan
+        most = self._kernel.grid // len(group.ranks)
+        if num_sms is not None and not 1 <= num_sms <= most:
+            raise ValueError(
+                f"num_sms must be 1 to {most}, the blocks of a rank that can run at once, got "
+                f"{num_sms}"
+            )
+        wanted = num_sms or num_sms_wanted(device_spec(group.device), plan)
+        self._grid = min(wanted, most) * len(group.ranks)
+        self._blocks = [ParamBlock(plan) for _ in group.ranks]
+        self._params = JoinedParams(self._blocks)
+        self.generation = workspace.generation
+
+    def memory(self, index: int, *names: str) -> tuple[int, ...]:
+        """Addresses of regions of a rank's workspace, then of its status words."""
+        own = self._memory[index]
+        status = self._workspace.workspaces[index].status_address
+        return *(own[name] for name in names), status
+
+    def of_rank(self, index: int) -> tuple[int, ...]:
+        """The parameters of plan/transfer.py: rank_params."""
+        workspace = self._workspace.workspaces[index]
+        return (
+            self._peers,
+            *(self._offsets[name] for name in SYMMETRIC),
+            self._workspace.group.ranks[index],
+            workspace.bank_words(self._plan),
+            workspace.timeout_us,
+        )
+
+    def write(self, index: int, *values) -> None:
+        """All parameters of a rank, in order."""
+        self._blocks[index].write(*values)
+
+    def run(self, stream: int) -> None:
+        for workspace in self._workspace.workspaces:
+            workspace.note_launch(stream)
+        self._params.join()
+        self._kernel.launch(self._params, stream, True, self._grid)
+
+
+def ready(
+    workspace: GroupWorkspace,
+    plan: TransferPlan,
+    rank_tokens: int,
+    stream: int,
+    num_sms: int | None,
+) -> Launch:
+    """A launch for up to `rank_tokens` tokens of any rank, on `num_sms` blocks of each or as many
+    as is best. Collective where it is new.
+    """
+    key = plan, rank_tokens, num_sms
+    launch = workspace.ready.get(key)
+    if launch is None or launch.generation != workspace.generation:
+        launch = workspace.ready[key] = Launch(workspace, plan, rank_tokens, stream, num_sms)
+    return launch
