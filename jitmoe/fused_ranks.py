@@ -65,7 +65,7 @@ def run(
     memory.check()
     is_local = isinstance(group, LocalGroup)
     ranks = [_read(*one) for one in (by_rank(group, given) if is_local else [given.values()])]
-    bound = _bound(group, ranks, max_num_tokens)
+    bound = common_bound(group, [rank.fit.num_tokens for rank in ranks], max_num_tokens)
     map_address, map_shape = read_expert_map(expert_map, ranks[0].weights.device)
     if stream is None:
         stream = current_stream(ranks[0].fit.x.family, group.device)
@@ -180,9 +180,9 @@ def _read(x, topk_ids, topk_weights, weights: ExpertWeights, out, expert_counts)
     return _Rank(fit, weights, addresses, out)
 
 
-def _bound(group: Group, ranks: Sequence[_Rank], given: int | None) -> int:
-    """Tokens of a rank that all ranks plan for."""
-    most = max(rank.fit.num_tokens for rank in ranks)
+def common_bound(group: Group, counts: Sequence[int], given: int | None) -> int:
+    """Tokens of a rank that all ranks plan for; `counts` are those of the ranks here."""
+    most = max(counts)
     if given is None:
         if len(group.ranks) < group.num_ranks:
             raise ValueError(

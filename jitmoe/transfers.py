@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from functools import cache
 
 from jitmoe.dispatched import DispatchHandle, dispatched, new_handle
-from jitmoe.fused_ranks import by_rank, implicit_workspace
+from jitmoe.fused_ranks import by_rank, common_bound, implicit_workspace
 from jitmoe.plan.combine import CombinePlan
 from jitmoe.plan.dispatch import DispatchPlan
 from jitmoe.plan.transfer import TransferPlan
@@ -167,7 +167,7 @@ def _plan(group: Group, how: How, ranks: Sequence[Tokens]) -> tuple[DispatchPlan
         1 if how.layout != "experts" else 128 if how.alignment is None else how.alignment,
         len(group.ranks),
     )
-    return plan, _bound(group, [rank.num_tokens for rank in ranks], how.max_num_tokens)
+    return plan, common_bound(group, [rank.num_tokens for rank in ranks], how.max_num_tokens)
 
 
 @cache
@@ -181,23 +181,6 @@ def _checked_plan(device: int, *fields) -> DispatchPlan:
 @cache
 def _combine_plan(plan: DispatchPlan) -> CombinePlan:
     return CombinePlan(**{f.name: getattr(plan, f.name) for f in fields(TransferPlan)})
-
-
-def _bound(group: Group, counts: Sequence[int], given: int | None) -> int:
-    most = max(counts)
-    if given is None:
-        if len(group.ranks) < group.num_ranks:
-            raise ValueError(
-                "max_num_tokens must be given where ranks are processes of their own: all must "
-                "take the same memory; pass the most tokens of any rank in this call"
-            )
-        return max(most, 1)
-    if not given >= 1 or most > given:
-        raise ValueError(
-            f"a rank has {most:,} tokens, max_num_tokens is {given:,}; pass a bound, the same on "
-            "all ranks, that holds for each"
-        )
-    return given
 
 
 def _check_handles(group: Group, handles: Sequence[DispatchHandle]) -> None:
