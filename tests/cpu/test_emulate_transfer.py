@@ -117,6 +117,18 @@ def test_a_rank_that_stops_is_named(kill):
         assert (waited, index) == (1, 1) and what in (19, 20)
 
 
+@pytest.mark.parametrize("kill", [10, 3000])
+def test_a_rank_that_sends_no_sums_is_named(kill):
+    plan = make_plan()
+    emulated = EmulatedTransfer(plan, rank_tokens=8, num_blocks=2)
+    sent = emulated.dispatch(random_calls(plan, (8, 8, 8)), seed=0)
+    rows = [random_rows(np.random.default_rng(1), own.num_received[1], plan.hidden) for own in sent]
+    emulated.combine(rows, sent, seed=0, kill=(2, kill), expire=True)
+    for rank in (0, 1):
+        waited, what, index = emulated.status[rank][[0, 1, 4]]
+        assert (waited, index) == (1, 2) and what in (21, 22)
+
+
 @pytest.mark.parametrize("layout", ["tokens", "experts"])
 @pytest.mark.parametrize("num_biases", [0, 1, 2])
 @pytest.mark.parametrize("weighted", [True, False])
