@@ -284,6 +284,7 @@ EQUIVALENT = {
     "roles/notify.cuh: block_idx() == 0 && -> true &&": "the launch before is over for all "
     "blocks, which set the same flags",
     "roles/reduce.cuh: block_idx() == 0 && -> true &&": "the same",
+    "roles/reduce.cuh: block_idx() -> 0 #2": "the same",
     "roles/dispatch.cuh: without sync_warp(); #2": "the loop over tokens has one before the next "
     "token's scales, too",
 }
