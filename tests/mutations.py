@@ -296,6 +296,8 @@ UNSEEN = {
     "to GEMM 2 and taken its task; one schedule of some tens had it, as a race on mid",
     "roles/symmetric.cuh: load_relaxed_gpu( -> *(": "is written where a wait has run out of time, "
     "which no case has",
+    "roles/math.cuh: without sync_warp(); #3": "what writes there next are instructions of the "
+    "whole warp, at which its lanes meet before",
     "roles/notify.cuh: without sync_warp();": "lanes may come to a named barrier one by one in the "
     "emulator, on a GPU they may not",
     "roles/notify.cuh: store_release_sys( -> store_relaxed_sys(": "orders what the host reads, "

@@ -188,9 +188,9 @@ class _Run:
             outcome = {"status": "failed", "reason": reason}
         now = {"time": datetime.now(UTC).isoformat(timespec="seconds")}
         row = row_of(trial, outcome, outcomes[trial.plan].built, self._facts | now)
-        self._log.append(row)
         self._known[trial.key] = row
         self.rows.append(row)
+        self._log.append(row)  # last: it waits for the disk, and an interrupt then keeps the row
         return row
 
     def _check_budget(self) -> None:

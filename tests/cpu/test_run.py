@@ -70,13 +70,13 @@ def cupy(monkeypatch):
 
     cuda = SimpleNamespace(
         Device=lambda device: nullcontext(),
-        Stream=SimpleNamespace(from_external=lambda stream: nullcontext()),
         alloc_pinned_memory=lambda num_bytes: np.zeros(num_bytes, np.uint8).view(PinnedMemory),
         memory=SimpleNamespace(OutOfMemoryError=MemoryError),
     )
     cupy = SimpleNamespace(cuda=cuda, uint8=np.uint8, zeros=array, empty=array)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(workspace, "is_capturing", lambda stream: False)
+    monkeypatch.setattr(workspace, "on_stream", lambda stream: nullcontext())
 
 
 def test_ready_launches_are_forgotten_when_memory_moves(cupy):
