@@ -16,6 +16,7 @@ class How(NamedTuple):
     """Arguments of `dispatch` that are the same on all ranks."""
 
     num_experts: int | None
+    first_expert: int
     layout: str | None
     alignment: int | None
     format: str | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jitmoe.fused_ranks import MAX_READY
 from jitmoe.jit.render import plan_hash
 from jitmoe.plan.transfer import SYMMETRIC, TransferPlan, num_sms_wanted
 from jitmoe.run.driver import device_spec, is_capturing
@@ -88,5 +89,7 @@ def ready(
     key = plan, rank_tokens, num_sms
     launch = workspace.ready.get(key)
     if launch is None or launch.generation != workspace.generation:
+        if len(workspace.ready) >= MAX_READY:
+            workspace.ready.clear()
         launch = workspace.ready[key] = Launch(workspace, plan, rank_tokens, stream, num_sms)
     return launch

@@ -10,6 +10,7 @@ from jitmoe.dispatched import DispatchHandle, dispatched, new_handle
 from jitmoe.fused_ranks import by_rank, common_bound, implicit_workspace
 from jitmoe.plan.combine import CombinePlan
 from jitmoe.plan.dispatch import DispatchPlan
+from jitmoe.plan.problem import MAX_TOKENS
 from jitmoe.plan.transfer import TransferPlan
 from jitmoe.run.driver import device_spec, is_capturing
 from jitmoe.run.group_workspace import GroupWorkspace
@@ -62,7 +63,7 @@ def run_dispatch(group: Group, workspace, stream, how: How, x, topk_ids, topk_we
             rank.scale is None,
             rank.ids is not None and rank.ids.dtype == "i64",
             rank.weights is not None and rank.weights.dtype != "f32",
-            0,
+            how.first_expert,
             is_cached,
         )
     launch.run(stream)
@@ -167,7 +168,12 @@ def _plan(group: Group, how: How, ranks: Sequence[Tokens]) -> tuple[DispatchPlan
         1 if how.layout != "experts" else 128 if how.alignment is None else how.alignment,
         len(group.ranks),
     )
-    return plan, common_bound(group, [rank.num_tokens for rank in ranks], how.max_num_tokens)
+    bound = common_bound(group, [rank.num_tokens for rank in ranks], how.max_num_tokens)
+    if bound > MAX_TOKENS:
+        raise ValueError(
+            f"a rank may have up to {MAX_TOKENS:,} tokens, got {bound:,}; split the batch"
+        )
+    return plan, bound
 
 
 @cache

@@ -17,6 +17,7 @@ def dispatch(
     *,
     group: Group,
     num_experts: int | None = None,
+    first_expert: int = 0,
     layout: str | None = None,
     alignment: int | None = None,
     format: str | None = None,
@@ -29,17 +30,18 @@ def dispatch(
 ) -> Dispatched:
     """Send every token to the ranks that hold its experts, once to each, in one kernel launch.
 
-    Rank r has experts r * num_experts / ranks and on. Rows lie in the order of ranks and tokens, so
-    the same call gives the same rows. All ranks call alike; of a LocalGroup x, topk_ids,
-    topk_weights and handle are lists with an item a rank, and so is what is returned.
+    Rank r has experts first_expert + r * num_experts / ranks and on. Rows lie in the order of ranks
+    and tokens, so the same call gives the same rows. All ranks call alike; of a LocalGroup x,
+    topk_ids, topk_weights and handle are lists with an item a rank, and so is what is returned.
 
     x             [num_tokens, hidden] bf16, or a pair of e4m3 [num_tokens, hidden] and f32 scales
                   [num_tokens, hidden / 128]
-    topk_ids      [num_tokens, top_k] int32 or int64; an id outside [0, num_experts) is an unused
-                  slot
+    topk_ids      [num_tokens, top_k] int32 or int64; an id outside [first_expert, first_expert +
+                  num_experts) is an unused slot
     topk_weights  [num_tokens, top_k] f32 or bf16, which come along
     group         a LocalGroup, PeerGroup or NcclGroup of two ranks or more
     num_experts   of all ranks
+    first_expert  id of the first of them, where ids count those of other groups too
     layout        "tokens" (default): a token has one row on each of its ranks; "experts": one for
                   each of its experts, sorted by expert, as grouped GEMMs take them
     alignment     layout "experts": the first row of each expert is a multiple of it (default 128);
@@ -64,7 +66,9 @@ def dispatch(
     launch hung; MemoryError, CompileError, DriverError.
     """
     check_group(group)
-    how = transfers.How(num_experts, layout, alignment, format, exact, max_num_tokens, num_sms)
+    how = transfers.How(
+        num_experts, first_expert, layout, alignment, format, exact, max_num_tokens, num_sms
+    )
     return transfers.run_dispatch(group, workspace, stream, how, x, topk_ids, topk_weights, handle)
 
 

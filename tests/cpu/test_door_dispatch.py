@@ -126,7 +126,7 @@ def values_of(launch, rank):
 
 def test_what_reaches_the_kernel(launches):
     given = arguments(3, 0)
-    found = dispatch(**given, layout="experts", format="fp8", num_sms=6)
+    found = dispatch(**given, layout="experts", format="fp8", num_sms=6, first_expert=9)
     [(plan, bound, num_sms, launch)] = launches
     assert (plan.num_experts, plan.num_ranks, plan.local_ranks) == (4, 2, 2)
     assert (plan.expert_rows, plan.alignment, plan.format) == (True, 128, "fp8")
@@ -134,6 +134,7 @@ def test_what_reaches_the_kernel(launches):
     first, second = values_of(launch, 0), values_of(launch, 1)
     assert (first["num_tokens"], second["num_tokens"]) == (3, 0)
     assert first["x_is_bf16"] and not first["is_cached"] and not first["host_received"]
+    assert first["first_expert"] == second["first_expert"] == 9
     assert first["x_stride"] == 2 * HIDDEN and first["status"] == 99
     assert [own.num_tokens for own in found] == [3, 0]
     assert [own.received for own in found] == [None, None]
@@ -167,6 +168,7 @@ def test_tokens_in_fp8(launches):
         ({"num_experts": 10}, "num_experts must be given and a multiple of the 4 ranks, got 10"),
         ({"num_experts": None}, "num_experts must be given"),
         ({"max_num_tokens": None}, "max_num_tokens must be given where ranks are processes"),
+        ({"max_num_tokens": 262_145}, "a rank may have up to 262,144 tokens, got 262,145"),
         ({"max_num_tokens": 3}, "a rank has 4 tokens, max_num_tokens is 3"),
         ({"format": "int4"}, "format must be bf16 or fp8"),
         ({"topk_ids": None}, "topk_ids and topk_weights must be given unless a handle is"),

@@ -11,7 +11,7 @@ from jitmoe import Workspace
 from jitmoe.plan.gpu import gpu_spec
 from jitmoe.plan.heuristics import choose
 from jitmoe.plan.problem import MoeProblem
-from jitmoe.run import launch, workspace
+from jitmoe.run import launch, streams, workspace
 
 PLAN = choose(MoeProblem(8, 512, 192, 4, 2), gpu_spec("h200"))
 
@@ -87,3 +87,24 @@ def test_ready_launches_are_forgotten_when_memory_moves(cupy):
     assert memory.ready
     memory.reserve(PLAN, 65, stream=0)
     assert not memory.ready
+
+
+@pytest.mark.parametrize("maker", ["from_external", "ExternalStream"])
+def test_cupys_stream_is_the_chosen_one_again(monkeypatch, maker):
+    """Also one that was chosen by `use`, and after an error."""
+
+    class Stream:
+        current = None
+
+        def use(self):
+            Stream.current = self
+
+    cuda = SimpleNamespace(Stream=SimpleNamespace(), get_current_stream=lambda: Stream.current)
+    setattr(cuda.Stream if maker == "from_external" else cuda, maker, lambda stream: Stream())
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    chosen = Stream()
+    chosen.use()
+    with pytest.raises(KeyError), streams.on_stream(5):
+        assert Stream.current is not chosen
+        raise KeyError
+    assert Stream.current is chosen
