@@ -29,6 +29,7 @@ _SOURCES = (
     "memory",
     "mbarrier",
     "stores",
+    "rail",
     "warp",
     "wgmma",
     "cluster",

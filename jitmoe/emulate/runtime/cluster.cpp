@@ -28,9 +28,9 @@ bool complete_cluster(u32 cluster) {
     for (u32 i = 0; i < machine.cluster_size; ++i)
         num_live += machine.blocks[cluster * machine.cluster_size + i].num_live;
     if (there.empty() || there.size() < num_live) return false;
-    Clock all;
-    for (const Fiber* fiber : there) release_generic(*fiber, all);
-    for (const Fiber* fiber : there) acquire_generic(*fiber, all);
+    Message all;
+    for (const Fiber* fiber : there) release_message(*fiber, all);
+    for (const Fiber* fiber : there) acquire_message(*fiber, all);
     machine.progress += 1;
     for (Fiber* fiber : there) wake(fiber);
     there.clear();

@@ -29,6 +29,10 @@ u32 load(const u32* address, Order order, Scope scope);
 void store(u32* address, u32 value, Order order, Scope scope);
 u32 fetch_add(u32* address, u32 value, Order order, Scope scope);
 u32 compare_and_swap(u32* address, u32 expected, u32 desired, Order order, Scope scope);
+u32 fetch_or(u32* address, u32 bits, Order order, Scope scope);
+u64 load(const u64* address, Order order, Scope scope);
+void store(u64* address, u64 value, Order order, Scope scope);
+u64 fetch_add(u64* address, u64 value, Order order, Scope scope);
 void fence(Scope scope);
 void fence_async_shared();
 void fence_async_global();
@@ -52,6 +56,11 @@ void store_bulk(void* global, const void* shared, u32 num_bytes);
 void commit_stores();
 void wait_for_stores_read(u32 num_newest);
 void wait_for_stores(u32 num_newest);
+
+// The network card, for one lane of a warp: puts and signals to the rail's rank on another node.
+void put_rail(u32 own_node, u32 node, void* to, const void* from, u32 num_bytes);
+void signal_rail(u32 own_node, u32 node, u64* word, u64 value);
+void flush_rail();
 
 // Clusters. A barrier is named by its place in the own block, `rank` says whose is meant.
 u32 cluster_rank();

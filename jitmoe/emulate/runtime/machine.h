@@ -40,7 +40,7 @@ struct Random {
 struct Waiting {
     enum Kind { kNothing, kMbarrier, kFlag, kWarp, kNamed, kCluster, kRegisters, kStart, kEnd } kind = kNothing;
     const void* object = nullptr;
-    u32 a = 0, b = 0;  // mbarrier: parity. flag: value seen. named: id, threads. registers: wanted
+    u32 a = 0, b = 0;  // mbarrier: parity. flag: its bytes. named: id, threads. registers: wanted
     const char* what = "";
 };
 
@@ -55,8 +55,9 @@ struct Clock {
 };
 using SharedClock = std::shared_ptr<const Clock>;  // threads that met know the same
 
-// Known to whom: to this thread's accesses in the generic proxy, or to the async proxy when it works for this thread.
-enum View : u32 { kGenericView, kAsyncSharedView, kAsyncGlobalView, kNumViews };
+// Known to whom: to this thread's accesses in the generic proxy, or to the async proxy when it works for this thread,
+// or, beyond the generic proxy's, to what the network card does for it in a peer's memory.
+enum View : u32 { kGenericView, kAsyncSharedView, kAsyncGlobalView, kNetworkView, kNumViews };
 struct Clocks {
     Clock views[kNumViews];
 };
@@ -64,7 +65,14 @@ struct SharedClocks {
     SharedClock views[kNumViews];
 };
 
+// What a release takes to other blocks.
+struct Message {
+    Clock generic, network;
+    void join(const Message& other);
+};
+
 extern const char kBulkCopy[];  // name of the agents of tensor and bulk copies
+extern const char kPut[];       // of the writes of the network card
 struct AsyncAgent {
     u32 index = ~0u, epoch = 0;
 };
@@ -105,9 +113,10 @@ struct Fiber {
     Waiting waiting;
     u32 result = 0;  // of a warp collective
 
-    const u32* polled = nullptr;  // the flag that its last operation loaded, and what it saw
-    u32 polled_value = 0;
-    const u32* last_loaded = nullptr;
+    const void* polled = nullptr;  // the flag that its last operation loaded, and what it saw
+    u64 polled_value = 0;
+    const void* last_loaded = nullptr;
+    u32 last_bytes = 0;  // of last_loaded
 
     std::deque<AsyncCopy> copies;  // cp.async under way, oldest first
     u64 first_copy = 0;            // number of copies.front()
@@ -136,16 +145,17 @@ struct Mbarrier {
     i64 tx_bytes = 0;
     u32 phase = 0;
     std::vector<Fiber*> waiters;
-    u32 initialised_by = 0;                    // thread
-    bool is_fenced = false;                    // fence.mbarrier_init
-    Clocks arrived;                            // in this phase
-    SharedClocks completed;                    // the phase before
-    Clock cluster_arrived, cluster_completed;  // by other blocks
+    u32 initialised_by = 0;                      // thread
+    bool is_fenced = false;                      // fence.mbarrier_init
+    Clocks arrived;                              // in this phase
+    SharedClocks completed;                      // the phase before
+    Message cluster_arrived, cluster_completed;  // by other blocks
 };
 
 struct Block;
 struct Warp;
 struct WgmmaStream;
+struct Puts;
 
 // A warp-wide operation that some lanes have reached.
 struct Collective {
@@ -164,6 +174,7 @@ struct Warp {
     u32 exited = 0;
     u32 regs = 0, wanted_regs = 0;  // of a thread
     std::shared_ptr<WgmmaStream> wgmma;
+    std::shared_ptr<Puts> puts;
 };
 
 struct NamedBarrier {
@@ -318,9 +329,9 @@ void start_checking();
 void release(const Fiber& fiber, Clocks& to);
 void acquire(const Fiber& fiber, const SharedClocks& from);
 SharedClocks share(Clocks&& clocks);
-void meet_clocks(const std::vector<Fiber*>& fibers);  // a barrier: each knows what all know
-void release_generic(const Fiber& fiber, Clock& to);  // to other blocks
-void acquire_generic(const Fiber& fiber, const Clock& from);
+void meet_clocks(const std::vector<Fiber*>& fibers);    // a barrier: each knows what all know
+void release_message(const Fiber& fiber, Message& to);  // to other blocks
+void acquire_message(const Fiber& fiber, const Message& from);
 void fence_proxy(View view);
 AsyncAgent new_agent(const char* kind);  // that works for the running thread
 void release_async(const AsyncAgent& agent, bool is_generic, Clocks& to);
@@ -331,7 +342,10 @@ bool check_async_access(const AsyncAgent& agent, const void* pointer, u32 num_by
                         const void* at);             // false: it reads garbage
 SharedClocks end_launches_before(const Grid& grid);  // and its late contents are written
 void print_garbage();
-void check_word(const u32* word, bool loads, bool stores, Order order, Scope scope, const void* at);
+void check_word(const void* word, u32 num_bytes, bool loads, bool stores, Order order, Scope scope, const void* at);
+void check_put(const AsyncAgent& writer, const void* target, u32 num_bytes, Access access, const void* at);
+void release_put(const AsyncAgent& writer, Message& to);
+void land_message(const void* word, u32 from_block, const Message& message);
 void check_fence(Scope scope);
 
 // launches.cpp
@@ -366,6 +380,9 @@ void check_registers();
 // stores.cpp
 bool may_read_shared(const Fiber& fiber);  // its bulk stores, for all that it knows
 void land_stores(const Grid& grid);
+
+// rail.cpp
+bool may_read_source(const Warp& warp);  // its puts, for all that it knows
 
 // wgmma.cpp
 bool wgmma_in_flight(const Warp& warp);

@@ -51,7 +51,7 @@ static void complete_if_due(Mbarrier& barrier) {
     barrier.completed = share(std::move(barrier.arrived));
     barrier.arrived = Clocks{};
     barrier.cluster_completed = std::move(barrier.cluster_arrived);
-    barrier.cluster_arrived = Clock{};
+    barrier.cluster_arrived = Message{};
     machine.progress += 1;
     const std::vector<Fiber*> waiters = std::move(barrier.waiters);
     barrier.waiters.clear();
@@ -87,7 +87,7 @@ void arrive_cluster(u64* barrier, u32 rank) {
     if (block == machine.current->block) {
         release(*machine.current, b.arrived);
     } else {
-        release_generic(*machine.current, b.cluster_arrived);
+        release_message(*machine.current, b.cluster_arrived);
     }
     arrive_at(b, address, 0);
 }
@@ -153,7 +153,7 @@ static bool wait_for_phase(u64* barrier, u32 parity, bool acquires_cluster, cons
         if ((b.phase & 1) == parity) return false;
     }
     acquire(*machine.current, b.completed);
-    if (acquires_cluster) acquire_generic(*machine.current, b.cluster_completed);
+    if (acquires_cluster) acquire_message(*machine.current, b.cluster_completed);
     return true;
 }
 

@@ -114,54 +114,72 @@ void wake_pollers(bool all, const void* address) {
 
 #define HERE __builtin_return_address(0)
 
-static void check_bounds(const u32* address, bool write) {
+static void check_bounds(const void* address, u32 num_bytes, bool write) {
     if (is_shared(address, machine.current->block)) {
-        check_shared(address, 4, 4, write ? "atomic" : "load");
+        check_shared(address, num_bytes, num_bytes, write ? "atomic" : "load");
     } else {
-        check_global(address, 4, 4, write, write ? "store or atomic" : "load");
+        check_global(address, num_bytes, num_bytes, write, write ? "store or atomic" : "load");
     }
 }
 
-u32 load(const u32* address, Order order, Scope scope) {
+template <typename Word>
+static Word load_word(const Word* address, Order order, Scope scope, const void* at) {
     Fiber* self = machine.current;
-    check_bounds(address, false);
+    check_bounds(address, sizeof(Word), false);
     const bool again = self->polled == address;
     maybe_switch();
     if (again && *address == self->polled_value && !machine.expired) {
         pollers[address].push_back(self);
-        block_on({Waiting::kFlag, address, self->polled_value, 0, ""});
+        block_on({Waiting::kFlag, address, sizeof(Word), 0, ""});
     }
     self->polled = self->last_loaded = address;
-    check_word(address, true, false, order, scope, HERE);
-    return self->polled_value = *address;
+    self->last_bytes = sizeof(Word);
+    check_word(address, sizeof(Word), true, false, order, scope, at);
+    self->polled_value = *address;
+    return *address;
 }
 
-void store(u32* address, u32 value, Order order, Scope scope) {
+template <typename Word>
+static void store_word(Word* address, Word value, Order order, Scope scope, const void* at) {
     maybe_switch();
-    check_bounds(address, true);
-    check_word(address, false, true, order, scope, HERE);
+    check_bounds(address, sizeof(Word), true);
+    check_word(address, sizeof(Word), false, true, order, scope, at);
     *address = value;
     wake_pollers(false, address);
 }
 
-u32 fetch_add(u32* address, u32 value, Order order, Scope scope) {
+// Read, modify, write; returns what was there.
+template <typename Word, typename Modify>
+static Word change_word(Word* address, Order order, Scope scope, const void* at, Modify modify) {
     maybe_switch();
-    check_bounds(address, true);
-    check_word(address, true, true, order, scope, HERE);
-    const u32 old = *address;
-    *address = old + value;
+    check_bounds(address, sizeof(Word), true);
+    check_word(address, sizeof(Word), true, true, order, scope, at);
+    const Word old = *address;
+    *address = modify(old);
     wake_pollers(false, address);
     return old;
 }
 
+u32 load(const u32* address, Order order, Scope scope) { return load_word(address, order, scope, HERE); }
+u64 load(const u64* address, Order order, Scope scope) { return load_word(address, order, scope, HERE); }
+
+void store(u32* address, u32 value, Order order, Scope scope) { store_word(address, value, order, scope, HERE); }
+void store(u64* address, u64 value, Order order, Scope scope) { store_word(address, value, order, scope, HERE); }
+
+u32 fetch_add(u32* address, u32 value, Order order, Scope scope) {
+    return change_word(address, order, scope, HERE, [=](u32 old) { return old + value; });
+}
+
+u64 fetch_add(u64* address, u64 value, Order order, Scope scope) {
+    return change_word(address, order, scope, HERE, [=](u64 old) { return old + value; });
+}
+
+u32 fetch_or(u32* address, u32 bits, Order order, Scope scope) {
+    return change_word(address, order, scope, HERE, [=](u32 old) { return old | bits; });
+}
+
 u32 compare_and_swap(u32* address, u32 expected, u32 desired, Order order, Scope scope) {
-    maybe_switch();
-    check_bounds(address, true);
-    check_word(address, true, true, order, scope, HERE);
-    const u32 old = *address;
-    if (old == expected) *address = desired;
-    wake_pollers(false, address);
-    return old;
+    return change_word(address, order, scope, HERE, [=](u32 old) { return old == expected ? desired : old; });
 }
 
 void fence(Scope scope) {

@@ -20,6 +20,7 @@ struct Agent {
 constexpr u32 kNoFiber = ~0u;  // what wrote late contents of the grid
 
 const char kBulkCopy[] = "the async proxy";
+const char kPut[] = "a put";
 
 static std::vector<Agent> agents;
 static const u32 kNoAgent = ~0u;
@@ -28,8 +29,8 @@ static const u32 kNoAgent = ~0u;
 struct Thread {
     SharedClock known[kNumViews];
     u32 own[kNumViews] = {};
-    std::map<Scope, Clock> fenced;  // what its relaxed stores release: what it knew at its last fence of that scope
-    std::map<Scope, Clock> seen;    // what its relaxed loads saw released: a fence of that scope acquires it
+    std::map<Scope, Message> fenced;  // what its relaxed stores release: what it knew at its last fence of that scope
+    std::map<Scope, Message> seen;    // what its relaxed loads saw released: a fence of that scope acquires it
 };
 static std::vector<Thread> threads;
 
@@ -49,6 +50,11 @@ void Clock::join(const SharedClock& other) {
     if (other == last) return;
     join(*other);
     last = other;
+}
+
+void Message::join(const Message& other) {
+    generic.join(other.generic);
+    network.join(other.network);
 }
 
 static bool includes(const Clock& clock, const Clock& other) {
@@ -105,9 +111,9 @@ SharedClocks share(Clocks&& clocks) {
 }
 
 static void tell(const Fiber& fiber, View view, Clock& to) {
-    const u32 agent = agent_of(fiber);
+    const u32 agent = agent_of(fiber), own = threads[agent].own[view];
     to.join(threads[agent].known[view]);
-    to.know(agent, threads[agent].own[view]);
+    if (own != 0) to.know(agent, own);
 }
 
 void release(const Fiber& fiber, Clocks& to) {
@@ -132,20 +138,26 @@ void meet_clocks(const std::vector<Fiber*>& fibers) {
     }
 }
 
-void release_generic(const Fiber& fiber, Clock& to) {
+void release_message(const Fiber& fiber, Message& to) {
     if (!machine.checked) return;
-    tell(fiber, kGenericView, to);
+    tell(fiber, kGenericView, to.generic);
+    tell(fiber, kNetworkView, to.network);
     begin_epoch(fiber);
 }
 
-void acquire_generic(const Fiber& fiber, const Clock& from) {
-    if (!machine.checked) return;
-    SharedClock& known = threads[agent_of(fiber)].known[kGenericView];
+static void learn(SharedClock& known, const Clock& from) {
     if (includes(*known, from)) return;
     auto both = std::make_shared<Clock>();
     both->epochs = known->epochs;
     both->join(from);
     known = both;
+}
+
+void acquire_message(const Fiber& fiber, const Message& from) {
+    if (!machine.checked) return;
+    SharedClock* known = threads[agent_of(fiber)].known;
+    learn(known[kGenericView], from.generic);
+    learn(known[kNetworkView], from.network);
 }
 
 // "A proxy fence is required to synchronize across different proxies": what this thread knows of the generic proxy, the
@@ -158,11 +170,14 @@ void fence_proxy(View view) {
     begin_epoch(*machine.current);
 }
 
-// What a check looks at: a view of a thread.
+// What a check looks at: a view of a thread, or two.
 struct Sight {
     u32 agent, own;
     const Clock& known;
-    bool knows(u32 other, u32 epoch) const { return other == agent ? own >= epoch : known.knows(other, epoch); }
+    const Clock* more = nullptr;
+    bool knows(u32 other, u32 epoch) const {
+        return other == agent ? own >= epoch : known.knows(other, epoch) || (more && more->knows(other, epoch));
+    }
 };
 
 static Sight sight_of(const Fiber& fiber, View view) {
@@ -402,9 +417,30 @@ bool check_async_access(const AsyncAgent& agent, const void* pointer, u32 num_by
     return access_bytes(pointer, num_bytes, {now, access, reads, writes});
 }
 
+// The network card writes to a peer's memory. The card is no proxy of the peer's: it needs to know that accesses there
+// are over, and no more.
+void check_put(const AsyncAgent& writer, const void* target, u32 num_bytes, Access access, const void* at) {
+    if (!machine.checked) return;
+    const Record now{writer.index, writer.epoch, code_address(at), caller_of(*machine.current)};
+    Sight sight = sight_of(*machine.current, kGenericView);
+    sight.more = threads[sight.agent].known[kNetworkView].get();
+    access_bytes(target, num_bytes, {now, access, sight, sight});
+}
+
+// What a signal takes along, as of now: that the puts of `writer` have landed; and for puts that answer it, that what
+// the running thread knows of is over. Who acquires it sees nothing else that this thread or others wrote.
+void release_put(const AsyncAgent& writer, Message& to) {
+    if (!machine.checked) return;
+    const Fiber& self = *machine.current;
+    to.generic.know(writer.index, writer.epoch);
+    tell(self, kGenericView, to.network);
+    to.network.join(*threads[agent_of(self)].known[kNetworkView]);
+    begin_epoch(self);
+}
+
 // The end of a stream's launches puts all that they did, in any proxy, before what comes after in that stream. Late
 // contents are written at that moment, with atomic stores: who has not waited may look with an atomic load, and sees
-// old words or new ones.
+// old words or new ones. Puts may land later still.
 SharedClocks end_launches_before(const Grid& grid) {
     if (!machine.checked) return {};
     constexpr u32 kOver = ~0u;  // as an epoch: all of them
@@ -415,7 +451,7 @@ SharedClocks end_launches_before(const Grid& grid) {
         const auto& [fiber, kind, number] = agents[agent];
         const Grid& its = machine.grids[number];
         const bool is_over = its.launch < grid.launch || (its.launch == grid.launch && fiber == kNoFiber);
-        if (its.stream != grid.stream || !is_over) continue;
+        if (its.stream != grid.stream || !is_over || kind == kPut) continue;
         for (u32 view = 0; view < kNumViews; ++view) {
             if (agent < threads.size()) all.views[view].join(threads[agent].known[view]);
             all.views[view].know(agent, kOver);
@@ -435,40 +471,46 @@ SharedClocks end_launches_before(const Grid& grid) {
 // release pattern of the relaxed stores behind it, and an acquire pattern of the relaxed loads before it. What another
 // block's async proxy knows does not travel: "when synchronizing threads are in different CTAs, the proxy fence must be
 // in the CTA of the non-generic operation" (Lustig et al., Mixed-proxy extensions for the PTX memory model, ISCA 2022).
-using SyncWord = std::map<std::pair<u32, Scope>, Clock>;  // what was released, by block and scope
+using SyncWord = std::map<std::pair<u32, Scope>, Message>;  // what was released, by block and scope
 static std::unordered_map<const void*, SyncWord> sync_words;
 
-void check_word(const u32* word, bool loads, bool stores, Order order, Scope scope, const void* at) {
+void check_word(const void* word, u32 num_bytes, bool loads, bool stores, Order order, Scope scope, const void* at) {
     if (!machine.checked) return;
-    check_access(word, 4, stores ? Access::kAtomicStore : Access::kAtomicLoad, at, *machine.current, scope);
+    check_access(word, num_bytes, stores ? Access::kAtomicStore : Access::kAtomicLoad, at, *machine.current, scope);
     const Fiber& self = *machine.current;
     Thread& thread = threads[agent_of(self)];
     SyncWord& sync = sync_words[word];
-    for (const auto& [from, clock] : sync) {
+    for (const auto& [from, message] : sync) {
         if (!loads) break;
         const Scope both = narrower(scope, from.second), least = scope_of(self.block, from.first);
         if (both < least) continue;
         if (order == kAcquire || order == kAcqRel) {
-            acquire_generic(self, clock);
-        } else if (!includes(*thread.known[kGenericView], clock)) {
-            thread.seen[least].join(clock);
+            acquire_message(self, message);
+        } else if (!includes(*thread.known[kGenericView], message.generic) ||
+                   !includes(*thread.known[kNetworkView], message.network)) {
+            thread.seen[least].join(message);
         }
     }
     if (stores && !loads) sync.clear();
     if (stores) {
-        for (const auto& [fenced, clock] : thread.fenced) sync[{self.block, narrower(fenced, scope)}].join(clock);
+        for (const auto& [fenced, message] : thread.fenced) sync[{self.block, narrower(fenced, scope)}].join(message);
     }
-    if (order == kRelease || order == kAcqRel) release_generic(self, sync[{self.block, scope}]);
+    if (order == kRelease || order == kAcqRel) release_message(self, sync[{self.block, scope}]);
+}
+
+// The network card adds to the word, and releases at system scope.
+void land_message(const void* word, u32 from_block, const Message& message) {
+    if (machine.checked) sync_words[word][{from_block, kSys}].join(message);
 }
 
 void check_fence(Scope scope) {
     if (!machine.checked) return;
     const Fiber& self = *machine.current;
     Thread& thread = threads[agent_of(self)];
-    for (const auto& [least, clock] : thread.seen) {
-        if (scope >= least) acquire_generic(self, clock);
+    for (const auto& [least, message] : thread.seen) {
+        if (scope >= least) acquire_message(self, message);
     }
-    release_generic(self, thread.fenced[scope]);
+    release_message(self, thread.fenced[scope]);
 }
 
 }  // namespace emu

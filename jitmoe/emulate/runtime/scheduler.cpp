@@ -126,23 +126,23 @@ void fail(const char* format, ...) {
     std::_Exit(4);
 }
 
-static std::string describe_flag(const void* flag) {
+static std::string describe_flag(const void* flag, u32 num_bytes) {
     char text[400];
-    std::snprintf(text, sizeof text, "flag %s, which holds %u", address_name(flag).c_str(),
-                  *static_cast<const u32*>(flag));
+    const u64 value = num_bytes == 8 ? *static_cast<const u64*>(flag) : *static_cast<const u32*>(flag);
+    std::snprintf(text, sizeof text, "flag %s, which holds %llu", address_name(flag).c_str(), value);
     return text;
 }
 
 static std::string describe(const Fiber& fiber, bool all_poll) {
     const Waiting& w = fiber.waiting;
     const bool may_poll = w.kind == Waiting::kWarp || w.kind == Waiting::kNothing;
-    if (all_poll && may_poll && fiber.last_loaded) return describe_flag(fiber.last_loaded);
+    if (all_poll && may_poll && fiber.last_loaded) return describe_flag(fiber.last_loaded, fiber.last_bytes);
     char text[400];
     switch (w.kind) {
         case Waiting::kMbarrier:
             return describe_mbarrier(fiber.block, w.object, w.a);
         case Waiting::kFlag:
-            return describe_flag(w.object);
+            return describe_flag(w.object, w.a);
         case Waiting::kWarp: {
             const Warp& warp = machine.blocks[fiber.block].warps[fiber.warp()];
             std::snprintf(text, sizeof text, "the other lanes at %s (mask %08x, arrived %08x)", warp.collective.name,

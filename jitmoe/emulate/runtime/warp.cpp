@@ -246,6 +246,8 @@ void lane_exited(Fiber& fiber) {
     if (wgmma_in_flight(warp)) fail("exit with matrix multiplies in flight");
     if (may_read_shared(fiber) && !machine.has_expired)
         fail("exit with bulk stores that may not have read their shared memory");
+    if (may_read_source(warp) && !machine.has_expired)
+        fail("exit with puts that may not have read their source: a flush is missing");
     warp.exited |= 1u << fiber.lane();
     block.num_live -= 1;
     finish_if_complete(fiber.block, fiber.warp());
