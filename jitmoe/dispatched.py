@@ -10,6 +10,7 @@ from math import prod
 import numpy as np
 
 from jitmoe.plan.dispatch import DispatchPlan
+from jitmoe.plan.hybrid import HybridPlan
 from jitmoe.plan.memory_map import MemoryMap, Region
 from jitmoe.run import families
 from jitmoe.run.streams import on_stream
@@ -28,6 +29,7 @@ class DispatchHandle:
     rank            whose it is
     family          of the arrays that go with it: "cupy" or "torch"
     received        tokens and rows that came, if the dispatch was exact, else None
+    channel_tokens  tokens of a channel of a dispatch between nodes, else 0
     """
 
     group: Group
@@ -38,6 +40,7 @@ class DispatchHandle:
     family: str
     memory: object  # a CuPy uint32 array
     received: tuple[int, int] | None = None
+    channel_tokens: int = 0
 
     @property
     def room(self) -> tuple[int, int]:
@@ -63,6 +66,12 @@ class DispatchHandle:
 def handle_regions(plan: DispatchPlan, num_tokens: int, max_num_tokens: int) -> MemoryMap:
     """What a dispatch leaves on a rank for combine: templates/roles/records.cuh."""
     records = plan.num_ranks * max_num_tokens
+    between_nodes = ()
+    if isinstance(plan, HybridPlan):
+        between_nodes = (
+            Region("forwarded", "u32", (plan.num_nodes, max_num_tokens, 2), 256),
+            Region("source_starts", "u32", (plan.num_ranks + 1,), 256),
+        )
     return MemoryMap(
         (
             Region("places", "u32", (num_tokens, plan.top_k, 2), 256),
@@ -70,6 +79,7 @@ def handle_regions(plan: DispatchPlan, num_tokens: int, max_num_tokens: int) -> 
             Region("expert_counts", "u32", (plan.num_experts,), 256),
             Region("expert_starts", "u32", (plan.num_experts + 1,), 256),
             Region("num_received", "u32", (2,), 256),
+            *between_nodes,
         )
     )
 

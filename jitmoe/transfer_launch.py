@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from jitmoe.fused_ranks import MAX_READY
 from jitmoe.jit.render import plan_hash
-from jitmoe.plan.transfer import SYMMETRIC, TransferPlan, num_sms_wanted
+from jitmoe.plan.hybrid import HybridPlan
+from jitmoe.plan.transfer import TransferPlan, num_sms_wanted
 from jitmoe.run.driver import device_spec, is_capturing
 from jitmoe.run.group_workspace import GroupWorkspace
 from jitmoe.run.launch import JoinedParams, ParamBlock, load, loaded
@@ -32,7 +33,8 @@ class Launch:
             )
         with cupy.cuda.Device(group.device):
             self._kernel = load(plan, group.device)
-            self._peers, self._offsets, _ = workspace.reserve(plan, rank_tokens, stream)
+            reserved = workspace.reserve(plan, rank_tokens, stream)
+            self._peers, self._offsets, self._capacity = reserved
             self._memory = [one.reserve(plan, 1, stream) for one in workspace.workspaces]
         workspace.enter(plan, rank_tokens, plan_hash(plan))
         self._workspace, self._plan = workspace, plan
@@ -43,7 +45,12 @@ class Launch:
                 f"{num_sms}"
             )
         wanted = num_sms or num_sms_wanted(device_spec(group.device), plan)
-        self._grid = min(wanted, most) * len(group.ranks)
+        num_blocks = min(wanted, most)
+        self._grid = num_blocks * len(group.ranks)
+        self._rank_tokens, self.channel_tokens = rank_tokens, 0
+        if isinstance(plan, HybridPlan):
+            self.channel_tokens = plan.channel_tokens(rank_tokens, num_blocks)
+            group.agree("send between nodes", num_sms=num_blocks)  # channels go in pairs
         self._blocks = [ParamBlock(plan) for _ in group.ranks]
         self._params = JoinedParams(self._blocks)
         self.generation = workspace.generation
@@ -54,16 +61,22 @@ class Launch:
         status = self._workspace.workspaces[index].status_address
         return *(own[name] for name in names), status
 
-    def of_rank(self, index: int) -> tuple[int, ...]:
-        """The parameters of plan/transfer.py: rank_params."""
-        workspace = self._workspace.workspaces[index]
-        return (
+    def of_rank(self, index: int, channel_tokens: int = 0) -> tuple[int, ...]:
+        """The plan's rank_params, with as many tokens a channel (default: this launch's)."""
+        workspace, plan = self._workspace.workspaces[index], self._plan
+        rank = self._workspace.group.ranks[index]
+        params = (
             self._peers,
-            *(self._offsets[name] for name in SYMMETRIC),
-            self._workspace.group.ranks[index],
-            workspace.bank_words(self._plan),
+            *(self._offsets[name] for name in plan.symmetric_names),
+            rank,
+            workspace.bank_words(plan),
             workspace.timeout_us,
         )
+        if not isinstance(plan, HybridPlan):
+            return params
+        rail = self._workspace.rail(plan, rank)
+        tokens = channel_tokens or self.channel_tokens
+        return *params, *rail, self._capacity, self._rank_tokens, tokens
 
     def write(self, index: int, *values) -> None:
         """All parameters of a rank, in order."""

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cache
 
 from jitmoe.dispatched import DispatchHandle, dispatched, new_handle
 from jitmoe.fused_ranks import by_rank, common_bound, implicit_workspace
-from jitmoe.plan.combine import CombinePlan
 from jitmoe.plan.dispatch import DispatchPlan
 from jitmoe.plan.problem import MAX_TOKENS
-from jitmoe.plan.transfer import TransferPlan
+from jitmoe.plan.transfer_pairs import combine_of, dispatch_plan
 from jitmoe.run.driver import device_spec, is_capturing
 from jitmoe.run.group_workspace import GroupWorkspace
 from jitmoe.run.ranks import differences
@@ -21,7 +20,9 @@ from jitmoe.run.workspace import CaptureError
 from jitmoe.transfer_arguments import How, Tokens, read_rows, read_tokens
 from jitmoe.transfer_launch import ready
 
+# Regions of a handle that dispatch writes; between nodes those behind them too.
 HANDLE = ("places", "own_records", "expert_counts", "expert_starts", "num_received")
+NODES = ("forwarded", "source_starts")
 
 
 def run_dispatch(group: Group, workspace, stream, how: How, x, topk_ids, topk_weights, handle):
@@ -49,6 +50,8 @@ def run_dispatch(group: Group, workspace, stream, how: How, x, topk_ids, topk_we
             "take exact=False, whose arrays have room for all that can come"
         )
     launch = ready(memory, plan, bound, stream, how.num_sms)
+    if not is_cached:
+        handles = [replace(own, channel_tokens=launch.channel_tokens) for own in handles]
     for i, (rank, own) in enumerate(zip(ranks, handles, strict=True)):
         launch.write(
             i,
@@ -65,6 +68,7 @@ def run_dispatch(group: Group, workspace, stream, how: How, x, topk_ids, topk_we
             rank.weights is not None and rank.weights.dtype != "f32",
             how.first_expert,
             is_cached,
+            *_of_nodes(own),
         )
     launch.run(stream)
     if how.exact and not is_cached:
@@ -85,7 +89,7 @@ def run_combine(group: Group, workspace, stream, num_sms, y, handle, bias, weigh
     ranks = [read_rows(group, own, rows, *rest) for rows, own, *rest in given]
     first = given[0][1]
     stream = _stream(stream, ranks[0][0].family, group.device)
-    launch = ready(memory, _combine_plan(first.plan), first.max_num_tokens, stream, num_sms)
+    launch = ready(memory, combine_of(first.plan), first.max_num_tokens, stream, num_sms)
     for i, ((rows, biases, target, _), (_, own, *_)) in enumerate(zip(ranks, given, strict=True)):
         both = [*biases, None, None][:2]
         launch.write(
@@ -98,9 +102,10 @@ def run_combine(group: Group, workspace, stream, num_sms, y, handle, bias, weigh
             2 * rows.strides[0],
             *(0 if bias is None else 2 * bias.strides[0] for bias in both),
             2 * target.strides[0],
-            *launch.of_rank(i),
+            *launch.of_rank(i, own.channel_tokens),
             own.num_tokens,
             weighted,
+            *_of_nodes(own),
         )
     launch.run(stream)
     outs = [rank[3] for rank in ranks]
@@ -118,6 +123,11 @@ def _workspace(group: Group, workspace: GroupWorkspace | None) -> GroupWorkspace
         raise ValueError("workspace must be a GroupWorkspace of the group, or left out")
     memory.check()
     return memory
+
+
+def _of_nodes(handle: DispatchHandle) -> list[int]:
+    """Addresses of what a handle has between nodes."""
+    return [handle.address(name) for name in NODES if name in handle.regions.offsets]
 
 
 def _by_rank(group: Group, **given) -> list[tuple]:
@@ -167,6 +177,8 @@ def _plan(group: Group, how: How, ranks: Sequence[Tokens]) -> tuple[DispatchPlan
         how.layout == "experts",
         1 if how.layout != "experts" else 128 if how.alignment is None else how.alignment,
         len(group.ranks),
+        group.num_nodes,
+        group.rail,
     )
     bound = common_bound(group, [rank.num_tokens for rank in ranks], how.max_num_tokens)
     if bound > MAX_TOKENS:
@@ -179,14 +191,11 @@ def _plan(group: Group, how: How, ranks: Sequence[Tokens]) -> tuple[DispatchPlan
 @cache
 def _checked_plan(device: int, *fields) -> DispatchPlan:
     gpu = device_spec(device)
-    plan = DispatchPlan(gpu.arch, *fields)
+    *shape, num_nodes, rail = fields
+    plan = dispatch_plan(gpu.arch, *shape, num_nodes=num_nodes, rail=rail)
     plan.check(gpu)
+    combine_of(plan).check(gpu)
     return plan
-
-
-@cache
-def _combine_plan(plan: DispatchPlan) -> CombinePlan:
-    return CombinePlan(**{f.name: getattr(plan, f.name) for f in fields(TransferPlan)})
 
 
 def _check_handles(group: Group, handles: Sequence[DispatchHandle]) -> None:

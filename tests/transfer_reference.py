@@ -39,7 +39,7 @@ def random_calls(plan, counts, seed=0, routing="uniform", first_expert=0):
 
 def expected(plan, calls, rank, first_expert=0):
     """What must come to `rank`: (source, token, ids there or -1, weights, part) in order. The part
-    counts the token's ranks, in the order of slots.
+    counts the token's ranks on the node, in the order of slots.
     """
     tokens = []
     for source, (_, ids, weights) in enumerate(calls):
@@ -51,8 +51,9 @@ def expected(plan, calls, rank, first_expert=0):
             here = ranks == rank
             if here.any():
                 first = here.argmax()
-                used = (ranks >= 0) & (ranks < plan.num_ranks)
-                part = len({*ranks[:first][used[:first]]})
+                of_node = plan.num_ranks // getattr(plan, "num_nodes", 1)
+                mates = (ranks // of_node == rank // of_node) & (ranks >= 0)
+                part = len({*ranks[:first][mates[:first]]})
                 local = np.where(here, experts[token] - rank * plan.num_experts, -1)
                 tokens.append((source, token, local, np.where(here, weights[token], 0), part))
     return tokens
@@ -128,8 +129,12 @@ def random_rows(rng, num, hidden):
 
 
 def combined(plan, calls, sent, rows, biases=None, weighted=True):
-    """y of every rank as float64 by NumPy: sums on a rank, rounded to bf16, then of ranks."""
-    k, ys = plan.top_k, [np.zeros((len(ids), plan.hidden)) for _, ids, _ in calls]
+    """y of every rank as float64 by NumPy: sums on a rank, rounded to bf16, then of a node's ranks,
+    rounded where there are several nodes, then of nodes.
+    """
+    k, num_nodes = plan.top_k, getattr(plan, "num_nodes", 1)
+    shape = num_nodes, plan.hidden
+    nodes = [np.zeros((len(ids), *shape), np.float32) for _, ids, _ in calls]
     for rank, own in enumerate(sent):
         for n in range(own.num_received[0]):
             words = own.records[n]
@@ -140,7 +145,10 @@ def combined(plan, calls, sent, rows, biases=None, weighted=True):
                 total = fp8.round_bf16((parts * factor[used, None]).sum(0).astype(np.float32))
             else:
                 total = fp8.decode_bf16(rows[rank][n])
-            ys[words[1] >> 8][words[0]] += total
+            nodes[words[1] >> 8][words[0], rank * num_nodes // plan.num_ranks] += total
+    if num_nodes > 1:
+        nodes = [fp8.round_bf16(of) for of in nodes]
+    ys = [of.astype(np.float64).sum(1) for of in nodes]
     for y, of in zip(ys, biases or [[]] * len(ys), strict=True):
         for bias in of:
             y += fp8.decode_bf16(bias)

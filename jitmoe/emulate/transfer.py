@@ -10,10 +10,11 @@ import numpy as np
 
 from jitmoe.emulate.compile import executable
 from jitmoe.emulate.run import Array, Rank, launch
-from jitmoe.plan.combine import CombinePlan
 from jitmoe.plan.dispatch import DispatchPlan
+from jitmoe.plan.hybrid import HybridPlan
 from jitmoe.plan.scales import token_strides
-from jitmoe.plan.transfer import SYMMETRIC, TransferPlan
+from jitmoe.plan.transfer import TransferPlan
+from jitmoe.plan.transfer_pairs import combine_of
 
 _TIMEOUT_US = 30_000_000
 
@@ -28,6 +29,9 @@ class Sent:
     expert_starts  [num_experts + 1] u32
     num_received   [2] u32: tokens, rows
     host_received  [2] u32: the first plus 1
+    forwarded      [num_nodes, most tokens of a rank, 2] u32: what went on here, several nodes only
+    source_starts  [num_ranks + 1] u32: first token here of each rank, the same
+    channel_tokens of the launch, the same
     """
 
     places: np.ndarray
@@ -36,6 +40,9 @@ class Sent:
     expert_starts: np.ndarray
     num_received: np.ndarray
     host_received: np.ndarray
+    forwarded: np.ndarray | None = None
+    source_starts: np.ndarray | None = None
+    channel_tokens: int = 0
 
     @cached_property
     def arrays(self) -> dict[str, Array]:
@@ -44,6 +51,7 @@ class Sent:
         return {
             names.get(f.name, f.name): Array(getattr(self, f.name), writable=True)
             for f in fields(self)
+            if isinstance(getattr(self, f.name), np.ndarray)
         }
 
 
@@ -66,8 +74,7 @@ class EmulatedTransfer:
         first_expert: int = 0,
     ):
         assert plan.local_ranks == 1
-        shared = {f.name: getattr(plan, f.name) for f in fields(TransferPlan)}
-        self.plans = plan, CombinePlan(**shared)
+        self.plans = plan, combine_of(plan)
         self.executables = [executable(one, checked) for one in self.plans]
         self.rank_tokens, self.num_blocks = rank_tokens, num_blocks
         self.first_expert = first_expert
@@ -155,7 +162,7 @@ class EmulatedTransfer:
             "first_expert": self.first_expert,
             "is_cached": is_cached,
         }
-        return self._rank(0, number, arrays, scalars)
+        return self._rank(0, number, arrays, scalars, sent)
 
     def combine(
         self,
@@ -186,7 +193,8 @@ class EmulatedTransfer:
             found.append(ys := [])
             for number, (data, own) in enumerate(zip(rows, sent, strict=True)):
                 ys.append(np.full((own.places.shape[0], plan.hidden), 0xFFFF, np.uint16))
-                kept = ("places", "own_records", "num_received")
+                kept = {"places", "own_records", "num_received"}
+                kept |= own.arrays.keys() & {"forwarded", "source_starts"}
                 arrays = {n: own.arrays[n] for n in kept}
                 arrays |= {"rows_out": Array(data), "y": Array(ys[-1], writable=True)}
                 scalars = {"rows_stride": width, "y_stride": width, "is_weighted": weighted}
@@ -194,7 +202,7 @@ class EmulatedTransfer:
                     arrays[f"bias_{i}"] = Array(bias)
                     scalars[f"bias_{i}_stride"] = width
                 scalars["num_tokens"] = len(ys[-1])
-                launches.append(self._rank(1, number, arrays, scalars))
+                launches.append(self._rank(1, number, arrays, scalars, own))
         self._run(1, launches, options)
         return found
 
@@ -209,7 +217,7 @@ class EmulatedTransfer:
         def poison(*shape):
             return np.full(shape, 0xFFFFFFFF, np.uint32)
 
-        return Sent(
+        sent = Sent(
             poison(num_tokens, plan.top_k, 2),
             poison(plan.num_ranks * self.rank_tokens, plan.record_words),
             poison(experts),
@@ -217,17 +225,39 @@ class EmulatedTransfer:
             poison(2),
             np.zeros(2, np.uint32),
         )
+        if isinstance(plan, HybridPlan):
+            sent.forwarded = poison(plan.num_nodes, self.rank_tokens, 2)
+            sent.source_starts = poison(plan.num_ranks + 1)
+            sent.channel_tokens = plan.channel_tokens(self.rank_tokens, self.num_blocks)
+        return sent
 
-    def _rank(self, which: int, number: int, arrays: dict, scalars: dict) -> Rank:
+    def _rank(self, which: int, number: int, arrays: dict, scalars: dict, sent: Sent) -> Rank:
         plan = self.plans[which]
         assert scalars["num_tokens"] <= self.rank_tokens
-        peers = {8 * rank: (rank, "symmetric") for rank in range(plan.num_ranks)}
-        table = Array(np.zeros(plan.num_ranks, np.uint64), True, peers)
-        arrays = arrays | self._shared[number] | self._controls[number][which] | {"peers": table}
+        arrays = arrays | self._shared[number] | self._controls[number][which]
         scalars = scalars | {
-            **{f"{name}_at": self.map.offsets[name] for name in SYMMETRIC},
+            **{f"{name}_at": self.map.offsets[name] for name in plan.symmetric_names},
             "rank": number,
             "bank_words": plan.bank_words(self.rank_tokens),
             "timeout_us": _TIMEOUT_US,
         }
+        reached = range(plan.num_ranks)
+        if isinstance(plan, HybridPlan):
+            place, size = number % plan.node_ranks, plan.node_ranks
+            reached = range(number - place, number - place + size)
+            # The network card's; the kernel itself finds null where it must not reach.
+            peers = {8 * node: node * size + place for node in range(plan.num_nodes)}
+            arrays["rail_peers"] = _table(plan.num_nodes, peers)
+            scalars |= {
+                "rank_capacity": self.rank_tokens,
+                "rank_tokens": self.rank_tokens,
+                "channel_tokens": sent.channel_tokens,
+            }
+        arrays["peers"] = _table(plan.num_ranks, {8 * rank: rank for rank in reached})
         return Rank(arrays, scalars, {}, self.num_blocks, stream=number)
+
+
+def _table(size: int, ranks: dict[int, int]) -> Array:
+    """Addresses of ranks' symmetric memory, by bytes into the table; null elsewhere."""
+    where = {at: (rank, "symmetric") for at, rank in ranks.items()}
+    return Array(np.zeros(size, np.uint64), True, where)

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from jitmoe.plan.memory_map import MemoryMap, Region
 from jitmoe.plan.plan import Param, Role
-from jitmoe.plan.transfer import TransferPlan, rank_params
+from jitmoe.plan.transfer import TransferPlan
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,10 @@ class CombinePlan(TransferPlan):
     def roles(self) -> tuple[Role, ...]:
         job = "sum rows here and send them home, then sum what came home"
         return (Role("reduce", self.num_reduce_warps, 128, job),)
+
+    @property
+    def derived_constants(self) -> dict[str, int]:
+        return super().derived_constants | {"rows_ahead": 4}
 
     @cached_property
     def smem(self) -> MemoryMap:
@@ -45,7 +49,7 @@ class CombinePlan(TransferPlan):
             Param("bias_0_stride", "i64", "bytes from token to token"),
             Param("bias_1_stride", "i64", "bytes"),
             Param("y_stride", "i64", "bytes"),
-            *rank_params(),
+            *self.rank_params,
             Param("num_tokens", "u32", "of this rank"),
             Param("is_weighted", "u32", "rows of experts are multiplied by router weights"),
         )

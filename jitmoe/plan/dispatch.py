@@ -8,10 +8,7 @@ from functools import cached_property
 from jitmoe.plan.gpu import HOPPER_SMEM_BYTES
 from jitmoe.plan.memory_map import MemoryMap, Region, align
 from jitmoe.plan.plan import Param, PlanError, Role
-from jitmoe.plan.transfer import TransferPlan, rank_params
-
-# Warps that send: 12 with 2 rows of 7 KiB each keep 3.3 TB/s in flight (H200, 2026-11-30).
-_MAX_WARPS = 12
+from jitmoe.plan.transfer import TransferPlan
 
 
 @dataclass(frozen=True)
@@ -22,6 +19,8 @@ class DispatchPlan(TransferPlan):
 
     name = "dispatch"
     num_notify_warps = 4
+    # That send: 12 with 2 rows of 7 KiB each keep 3.3 TB/s in flight (H200, 2026-11-30).
+    max_row_warps = 12
 
     @property
     def _row_buffer(self) -> int:
@@ -30,11 +29,12 @@ class DispatchPlan(TransferPlan):
     @property
     def _free_bytes(self) -> int:
         """Of shared memory, beside counts."""
-        return HOPPER_SMEM_BYTES - 24 * self.num_columns - 4 * _MAX_WARPS * self.num_groups - 1024
+        counts, scales = 24 * self.num_columns, 4 * self.max_row_warps * self.num_groups
+        return HOPPER_SMEM_BYTES - counts - scales - 1024
 
     @property
     def num_dispatch_warps(self) -> int:
-        return max(0, min(_MAX_WARPS, self._free_bytes // self._row_buffer) // 4 * 4)
+        return max(0, min(self.max_row_warps, self._free_bytes // self._row_buffer) // 4 * 4)
 
     @property
     def num_row_buffers(self) -> int:
@@ -98,7 +98,7 @@ class DispatchPlan(TransferPlan):
             Param("x_stride", "i64", "bytes from token to token"),
             Param("x_scale_token_stride", "i64", "elements"),
             Param("x_scale_group_stride", "i64", "elements"),
-            *rank_params(),
+            *self.rank_params,
             Param("num_tokens", "u32", "of this rank"),
             Param("x_is_bf16", "u32"),
             Param("ids_are_i64", "u32"),

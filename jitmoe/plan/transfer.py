@@ -45,6 +45,7 @@ class TransferPlan(Plan):
 
     max_blocks = 144  # of a rank in a launch: the SMs of a full GH100
     trace = False
+    symmetric_names = SYMMETRIC
 
     @property
     def row_bytes(self) -> int:
@@ -65,14 +66,30 @@ class TransferPlan(Plan):
         return self.num_all_experts + self.num_ranks
 
     @property
+    def count_words(self) -> int:
+        """Room for them."""
+        return self.num_columns
+
+    @property
     def record_words(self) -> int:
         """Of a token that came: see templates/roles/records.cuh."""
         return 2 + (3 if self.expert_rows else 2) * self.top_k
 
     @property
     def max_parts(self) -> int:
-        """Ranks that a token can have experts on."""
+        """Sums that come home for a token: ranks that it can have experts on."""
         return min(self.top_k, self.num_ranks)
+
+    @property
+    def rank_params(self) -> tuple[Param, ...]:
+        """Parameters by which a kernel knows its ranks and their memory."""
+        return (
+            Param("peers", "u8* const*", "symmetric memory of every rank"),
+            *(Param(f"{name}_at", "i64", "bytes into it") for name in self.symmetric_names),
+            Param("rank", "u32"),
+            Param("bank_words", "u32"),
+            Param("timeout_us", "u32", "budget of every wait"),
+        )
 
     @property
     def derived_constants(self) -> dict[str, int]:
@@ -80,6 +97,7 @@ class TransferPlan(Plan):
             "row_bytes": self.row_bytes,
             "quantizes": int(self.format == "fp8"),
             "num_groups": self.num_groups,
+            "count_words": self.count_words,
             "record_words": self.record_words,
             "max_parts": self.max_parts,
             "max_blocks": self.max_blocks,
@@ -171,17 +189,6 @@ def _symmetric(
             Region("row_scales", "f32", (rows if groups else 0, groups), 256),
             Region("sums", "u16", (tokens, parts, hidden), 256, "that come back"),
         )
-    )
-
-
-def rank_params(names: tuple[str, ...] = SYMMETRIC) -> tuple[Param, ...]:
-    """Parameters by which a kernel knows its ranks and their memory."""
-    return (
-        Param("peers", "u8* const*", "symmetric memory of every rank"),
-        *(Param(f"{name}_at", "i64", "bytes into it") for name in names),
-        Param("rank", "u32"),
-        Param("bank_words", "u32"),
-        Param("timeout_us", "u32", "budget of every wait"),
     )
 
 

@@ -4,6 +4,7 @@ process drives, and symmetric memory.
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from itertools import product
 
 from jitmoe.plan.memory_map import MemoryMap
@@ -59,13 +60,25 @@ class GroupWorkspace:
         regions = plan.symmetric(self._capacity)
         return self._shared[regions][0].bases[rank] + regions.offsets[name]
 
+    def rail(self, plan: Plan, rank: int) -> tuple[int, int, int, int]:
+        """Of a rank's symmetric memory, which must be reserved: the address of the table of its
+        rail peers' by node, and NCCL's communicator, window and offset there, or zeros.
+        """
+        memory, table = self._shared[plan.symmetric(self._capacity)]
+        group = self.group
+        first = group.num_ranks + rank % group.ranks_per_node * group.num_nodes
+        nccl = (0, 0, 0) if memory.rail is None else astuple(memory.rail)
+        return table.data.ptr + 8 * first, *nccl
+
     def _allocate(self, regions: MemoryMap) -> tuple[SymmetricMemory, object]:
         import cupy
         import numpy as np
 
         memory = self.group.allocate(regions.num_bytes)
+        num_nodes, place = self.group.num_nodes, self.group.ranks_per_node
+        rails = [base for u in range(place) for base in memory.bases[u::place]] * (num_nodes > 1)
         with cupy.cuda.Device(self.group.device) as device:
-            table = cupy.asarray(np.array(memory.bases, np.uint64))
+            table = cupy.asarray(np.array([*memory.bases, *rails], np.uint64))
             device.synchronize()
         return memory, table
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from jitmoe.plan.hybrid import MAX_NODE_RANKS, MAX_NODES
 from jitmoe.plan.problem import MAX_RANKS
 
 _MAX_SHOWN = 80  # characters of a value
@@ -21,6 +22,25 @@ def check_num_ranks(num_ranks: int) -> None:
     """Raise ValueError unless a group may have so many ranks."""
     if not isinstance(num_ranks, int) or not 1 <= num_ranks <= MAX_RANKS:
         raise ValueError(f"num_ranks must be an int from 1 to {MAX_RANKS}, got {num_ranks!r}")
+
+
+def check_nodes(num_ranks: int | None, nodes: int, ranks_per_node: int | None) -> None:
+    """Raise ValueError unless a group may have so many nodes; one of the other two may be None."""
+    if not isinstance(nodes, int) or not 1 <= nodes <= MAX_NODES:
+        raise ValueError(f"nodes must be an int from 1 to {MAX_NODES}, got {nodes!r}")
+    if num_ranks is None and ranks_per_node is None:
+        raise ValueError("num_ranks is missing; pass it, or nodes and ranks_per_node")
+    if num_ranks is not None:
+        check_num_ranks(num_ranks)
+    per_node = num_ranks / nodes if ranks_per_node is None else ranks_per_node
+    if per_node not in range(1, MAX_NODE_RANKS + 1) and nodes > 1:
+        raise ValueError(
+            f"a node may have 1 to {MAX_NODE_RANKS} ranks, as many as every other, got {per_node:g}"
+        )
+    if num_ranks is not None and ranks_per_node not in (None, num_ranks / nodes):
+        raise ValueError(
+            f"{nodes} nodes of {ranks_per_node} ranks are not {num_ranks} ranks; leave one out"
+        )
 
 
 def name_ranks(ranks: Iterable[int]) -> str:

@@ -6,9 +6,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from jitmoe.run.driver import DriverError, num_devices
-from jitmoe.run.ranks import check_num_ranks
+from jitmoe.run.ranks import check_nodes, check_num_ranks
+
+
+@dataclass(frozen=True)
+class Rail:
+    """How NCCL's device code reaches other nodes' memory: addresses of its device communicator and
+    of the window, and the offset of the memory in that, in bytes.
+    """
+
+    comm: int
+    window: int
+    offset: int
 
 
 class SymmetricMemory:
@@ -16,11 +28,18 @@ class SymmetricMemory:
 
     num_bytes  bytes of each rank's allocation
     bases      addresses of all ranks' allocations as mapped in this process, by rank, at multiples
-               of 256; () once closed
+               of 256, 0 for those it does not reach; () once closed
+    rail       how a network reaches it, None where none does
     """
 
-    def __init__(self, num_bytes: int, bases: Sequence[int], release: Callable[[], None]):
-        self.num_bytes = num_bytes
+    def __init__(
+        self,
+        num_bytes: int,
+        bases: Sequence[int],
+        release: Callable[[], None],
+        rail: Rail | None = None,
+    ):
+        self.num_bytes, self.rail = num_bytes, rail
         self.bases: tuple[int, ...] = tuple(bases)
         self._release: Callable[[], None] | None = release
 
@@ -42,12 +61,22 @@ class Group(ABC):
     num_ranks  ranks of the group
     ranks      those which this process drives
     device     CUDA device number of this process's ranks
+    num_nodes  nodes, of as many ranks each, one after the other; ranks reach the memory of those of
+               their node
+    rail       how ranks of several nodes send to each other, each to those with its place in their
+               nodes: "memory", "delayed" or "gin" (plan/hybrid.py)
     """
 
+    num_nodes: int = 1
+    rail: str = "memory"
     num_ranks: int
     ranks: tuple[int, ...]
     device: int
     workspace: object | None = None  # of calls that name none
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.num_ranks // self.num_nodes
 
     @abstractmethod
     def allocate(self, num_bytes: int) -> SymmetricMemory:
@@ -110,13 +139,31 @@ def device_number(device: int | None) -> int:
 
 
 class LocalGroup(Group):
-    """`num_ranks` (1 to 64) virtual ranks on one GPU, all driven by this process.
+    """`num_ranks` (1 to 64) virtual ranks on one GPU, all driven by this process; or `nodes`
+    virtual nodes (1 to 32) of `ranks_per_node` (1 to 32) each.
 
     device  CUDA device number (default: CuPy's current device)
+    rail    how nodes send to each other: "memory", or "delayed", which is late and out of order, to
+            test with
+
+    Raises ValueError for numbers out of these ranges, or that do not fit together.
     """
 
-    def __init__(self, num_ranks: int, device: int | None = None):
+    def __init__(
+        self,
+        num_ranks: int | None = None,
+        device: int | None = None,
+        *,
+        nodes: int = 1,
+        ranks_per_node: int | None = None,
+        rail: str = "memory",
+    ):
+        check_nodes(num_ranks, nodes, ranks_per_node)
+        num_ranks = nodes * ranks_per_node if num_ranks is None else num_ranks
         check_num_ranks(num_ranks)
+        if rail not in ("memory", "delayed"):
+            raise ValueError(f'rail must be "memory" or "delayed", got {rail!r}')
+        self.num_nodes, self.rail = nodes, rail
         self.num_ranks, self.ranks = num_ranks, tuple(range(num_ranks))
         self.device = device_number(device)
         self._memories: list[SymmetricMemory] = []

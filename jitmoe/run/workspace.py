@@ -37,6 +37,10 @@ _WAITS = {
     20: "the tokens that rank {index} sends",
     21: "rank {index} to take sums",
     22: "the sums that rank {index} sends",
+    23: "rank {index} on another node to enter the launch",
+    24: "the messages of rank {index} on another node",
+    25: "the rows that rank {index} on this node brings",
+    26: "the sums of rank {index} on another node",
 }
 
 

@@ -25,6 +25,10 @@ enum Wait : u32 {
     kWaitRows = 20,
     kWaitSumsWanted = 21,
     kWaitSums = 22,
+    kWaitRail = 23,
+    kWaitMessages = 24,
+    kWaitMates = 25,
+    kWaitHome = 26,
 };
 
 // Words of Params::header.

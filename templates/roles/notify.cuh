@@ -1,32 +1,13 @@
 // The notify warps of a dispatch: where every row goes. A CTA has tokens of its own, one after the other, and each of
 // these warps a part of them. They count, all CTAs and then all ranks tell their counts, and what comes before says
-// where a warp's rows begin: it numbers them in order, so that they lie the same every time.
+// where a warp's rows begin: it numbers them in order, so that they lie the same every time. Relies on a file each of
+// chunks and of tell.
 
 constexpr u32 kNotifyThreads = kNumNotifyWarps * kWarpThreads;
 constexpr u32 kNotifyBarrier = 1;
 DEVICE void sync_notify() {
     sync_warp();  // the barrier wants whole warps, and loops before it let lanes go one by one
     sync_named(kNotifyBarrier, kNotifyThreads);
-}
-
-struct Chunk {
-    u32 begin, end;  // tokens of the CTA
-};
-DEVICE Chunk chunk_of_block(const Params& p) {
-    const u32 share = ceil_div(p.num_tokens, num_blocks());
-    const u32 begin = min_of(share * block_idx(), p.num_tokens);
-    return {begin, min_of(begin + share, p.num_tokens)};
-}
-
-// The expert of a pair among those of all ranks, or kUnused.
-DEVICE u32 expert_of_pair(const Params& p, u64 pair) {
-    const u64 id = own_id(p, pair) - p.first_expert;
-    return id < kNumAllExperts ? u32(id) : kUnused;
-}
-
-// Counts of `rank`'s tokens as this rank was told them: pairs of every expert, then tokens of every rank.
-DEVICE u32* counts_of(const Params& p, u32 on, u32 rank) {
-    return symmetric<u32>(p, on, p.counts_at) + rank * kNumColumns;
 }
 
 // A warp's part of the CTA's tokens.
@@ -89,7 +70,7 @@ DEVICE void number_pairs(const Params& p, u32* next, const Chunk& part) {
     }
 }
 
-// Counts of the CTAs before this one into `before`; the last CTA tells all ranks the totals.
+// Counts of the CTAs before this one into `before`; the last CTA tells the ranks the totals.
 DEVICE bool tell_counts(const Params& p, Smem& smem, const Head& head) {
     const u32 thread = thread_idx(), block = block_idx();
     u32* mine = p.block_counts + u64(block) * kNumColumns;
@@ -109,11 +90,10 @@ DEVICE bool tell_counts(const Params& p, Smem& smem, const Head& head) {
         for (u32 other = 0; other < block; ++other) before += p.block_counts[u64(other) * kNumColumns + c];
         smem.before[c] = before;
         if (block + 1 < num_blocks()) continue;
-        const u32 total = before + mine[c];
-        for (u32 rank = 0; rank < kNumRanks; ++rank) counts_of(p, rank, p.rank)[c] = total;
+        tell_total(p, c, before + mine[c]);
     }
     sync_notify();
-    if (block + 1 == num_blocks() && warp_idx() == 0) signal_ranks(p, p.counts_ready_at + p.rank * 4);
+    if (block + 1 == num_blocks()) tell_ready(p, smem);
     return true;
 }
 
@@ -192,15 +172,16 @@ DEVICE void role_notify(const Params& p, Smem& smem, const Head& head) {
         count_pairs(p, counts, part);
         sync_notify();
         goes_on = tell_counts(p, smem, head);
-    } else if (block_idx() == 0 && warp == 0) {
-        signal_ranks(p, p.counts_ready_at + p.rank * 4);  // no counts: this launch may be written to
+    } else if (block_idx() + 1 == num_blocks()) {
+        tell_ready(p, smem);  // no counts: this launch may be written to
     }
     if (goes_on) {
-        if (warp == 0 && !all_tell(p, kWaitCounts, p.counts_ready_at)) abort_head(smem);
+        if (warp == 0 && !ranks_tell(p, kWaitCounts, p.counts_ready_at, 0, kNumRanks)) abort_head(smem);
         sync_notify();
         if (!p.is_cached && smem.first[kFirstAborted] == 0) {
             find_first_places(p, smem);
             if (block_idx() == 0 && thread_idx() == 0) tell_host(p, smem.totals);
+            if (block_idx() == 0 && warp == 1) note_sources(p);
             number_pairs(p, counts, part);
         }
     }

@@ -35,8 +35,11 @@ DEVICE float* scales_on(const Params& p, u32 rank, u32 row) {
     return symmetric<float>(p, rank, p.row_scales_at) + u64(row) * kNumGroups;
 }
 
-// The sum that one of a token's ranks sends, at the token's rank.
+// The sum that one of a token's ranks or nodes sends, at the token's rank.
 constexpr u32 kRowOutBytes = 2 * kHidden;  // bf16
+DEVICE i64 sum_at(const Params& p, u32 token, u32 part) {
+    return p.sums_at + (i64(token) * kMaxParts + part) * kRowOutBytes;
+}
 DEVICE u8* sum_on(const Params& p, u32 rank, u32 token, u32 part) {
-    return symmetric<u8>(p, rank, p.sums_at) + (u64(token) * kMaxParts + part) * kRowOutBytes;
+    return symmetric<u8>(p, rank, sum_at(p, token, part));
 }

@@ -18,13 +18,15 @@ HIDDEN, EXPERTS, TOP_K = 512, 8, 2
 class Launch:
     """Stands in for a kernel: keeps the parameters of every rank by name."""
 
+    channel_tokens = 0
+
     def __init__(self, plan, num_ranks):
         self.plan, self.ranks, self.runs = plan, [None] * num_ranks, 0
 
     def memory(self, index, *names):
         return *(hash(name) % 1000 for name in names), 99
 
-    def of_rank(self, index):
+    def of_rank(self, index, channel_tokens=0):
         return 0, *[0] * len(SYMMETRIC), index, 192, 30
 
     def write(self, index, *values):

@@ -92,6 +92,10 @@ ORDER = {
         "transfer",
         "dispatch",
         "combine",
+        "hybrid",
+        "hybrid_dispatch",
+        "hybrid_combine",
+        "transfer_pairs",
     ],
     "jit": ["params", "render", "nvrtc", "cache", "store", "build"],
     "run": [
