@@ -262,7 +262,7 @@ def test_the_source_may_be_written_after_a_flush(tmp_path, rail):
 
 @pytest.mark.parametrize("rail", ["delayed", "gin"])
 def test_the_source_must_not_be_written_before_a_flush(tmp_path, rail):
-    body = ranks(send(PUTS, OVERWRITE, ADD, FLUSH), AWAIT + READ)
+    body = ranks(send(PUTS, "sync_warp();", OVERWRITE, ADD, FLUSH), AWAIT + READ)
     results = passes(tmp_path, body, rail, checked=False)
     assert any((received(r) == 3).any() for r in results)
     if rail == "gin":
@@ -509,7 +509,11 @@ def test_a_word_of_64_bits_is_stored_and_shown_whole(tmp_path):
 @pytest.mark.parametrize("rail", ["memory", "delayed"])
 def test_rails_compile_for_the_device(tmp_path, rail):
     plan = RailPlan("sm_90a", rail, 2)
-    cubin = nvrtc.compile(render_kernel(tmp_path, GOOD, plan, "device"), "sm_90a", plan.name)
+    words = (
+        "or_release_sys(own<u32>(p, 8200), 1); store_relaxed_sys(own<u64>(p, 8208), u64(1) << 32);"
+    )
+    text = render_kernel(tmp_path, GOOD + words, plan, "device")
+    cubin = nvrtc.compile(text, "sm_90a", plan.name)
     assert cubin.resources.spill_store_bytes == cubin.resources.stack_bytes == 0
 
 
