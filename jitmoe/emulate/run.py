@@ -106,8 +106,10 @@ def launch(
     it may start when every block there has called start_next_launch() or exited.
 
     expire         after a stall the clock runs out, so that waits with a budget give up
-    delays         streams are held back now and then, some for longer than launches take
-    kill           (stream, step of the scheduler): from then on nothing runs in that stream
+    delays         streams are held back now and then, some for longer than launches take; so are
+                   puts and signals of the network card
+    kill           (stream, step of the scheduler): from then on nothing runs in that stream, and
+                   what its network card has not sent never arrives
     hardware_sums  matrix multiplies cut sums off as an H200 does, else they are exact
 
     Raises EmulationError.

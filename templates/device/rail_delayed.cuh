@@ -31,11 +31,12 @@ DEVICE void carry_out_puts(const Params& p, u32 node) {
     uint4* const queue = rail_queue();
     sync_warp();
     const u32 num = queue->x;
-    if (num == 0) return;
-    pause_at_random();
+    bool has_paused = false;
     for (u32 i = num; i > 0; --i) {
         const uint4 noted = queue[i];
         if (node != kAllNodes && noted.w != node) continue;
+        if (noted.z != 0 && !has_paused) pause_at_random();
+        has_paused |= noted.z != 0;
         sync_warp();  // all lanes have read it
         if (lane_idx() == 0) queue[i].z = 0;
         const uint4* const source = reinterpret_cast<const uint4*>(p.peers[p.rank]) + noted.y;

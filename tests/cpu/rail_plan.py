@@ -31,6 +31,7 @@ DEVICE void await(const Params& p, u32 at, u64 value) {
     }
 }
 DEVICE void role_work(const Params& p) {
+{{ "begin_rail();" if plan.rail == "delayed" }}
 BODY
 }
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)

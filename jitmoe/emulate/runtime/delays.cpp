@@ -1,7 +1,7 @@
 // What may befall a stream, that is a rank: it is held back now and then for long, so that ranks drift apart, or ends
 // for ever. What its copies have under way lands all the same. Links between ranks have no delay: a store, unless it is
-// a bulk store, is in a peer's memory at once, and who reads it there without a release and an acquire is found by the
-// checked build alone.
+// a bulk store or a put (rail.cpp), is in a peer's memory at once, and who reads it there without a release and an
+// acquire is found by the checked build alone.
 #include <utility>
 
 #include "machine.h"
