@@ -18,6 +18,7 @@ RAILS = ("memory", "delayed", "gin")
 MAX_NODES = 32  # a lane for each
 MAX_NODE_RANKS = 32  # a bit for each
 MAX_BLOCK_CHANNELS = 8
+_QUEUED_PUTS = 7  # of a warp, rail "delayed"
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,14 @@ class HybridPlan(TransferPlan):
         raise NotImplementedError
 
     def rail_regions(self, num_warps: int) -> tuple[Region, ...]:
-        """Shared memory of the rail for each warp that uses it."""
-        return ()
+        """Shared memory of the rail, of each warp of a block."""
+        if self.rail != "delayed":
+            return ()
+        note = "puts that wait"
+        return (Region("rail_queue", "u32", (num_warps, _QUEUED_PUTS + 1, 4), 16, note),)
+
+    def rail_bytes(self, num_warps: int) -> int:
+        return sum(region.num_bytes for region in self.rail_regions(num_warps))
 
     @property
     def libraries(self) -> tuple[str, ...]:

@@ -26,18 +26,23 @@ class HybridCombinePlan(HybridPlan, CombinePlan):
         return align(2 * self.hidden, 128)
 
     @property
+    def _free_bytes(self) -> int:
+        """Of shared memory, for rows."""
+        return HOPPER_SMEM_BYTES - 512 - self.rail_bytes(2 * MAX_BLOCK_CHANNELS)
+
+    @property
     def block_channels(self) -> int:
         """As many as have a row in shared memory; where rows are summed on their way none has, but
         all of them many registers.
         """
         if self.expert_rows:
             return 6
-        return min(MAX_BLOCK_CHANNELS, (HOPPER_SMEM_BYTES - 1024) // self._row_buffer // 4 * 4)
+        return min(MAX_BLOCK_CHANNELS, self._free_bytes // self._row_buffer // 4 * 4)
 
     @property
     def num_row_buffers(self) -> int:
         warps = max(self.block_channels, 1)
-        return min(2, (HOPPER_SMEM_BYTES - 1024) // (warps * self._row_buffer))
+        return min(2, self._free_bytes // (warps * self._row_buffer))
 
     @property
     def roles(self) -> tuple[Role, ...]:
@@ -70,7 +75,7 @@ class HybridCombinePlan(HybridPlan, CombinePlan):
                 Region("landed", "u64", (warps, buffers), 8, "scale-up's own"),
             )
         )
-        return MemoryMap((*rows, *super().smem.regions, *self.rail_regions(warps)))
+        return MemoryMap((*rows, *super().smem.regions, *self.rail_regions(2 * warps)))
 
     @property
     def params(self) -> tuple[Param, ...]:

@@ -22,6 +22,10 @@ class HybridDispatchPlan(HybridPlan, DispatchPlan):
     max_row_warps = 2 * MAX_BLOCK_CHANNELS
 
     @property
+    def _free_bytes(self) -> int:
+        return super()._free_bytes - self.rail_bytes(4 + self.max_row_warps)
+
+    @property
     def block_channels(self) -> int:
         """As many as there are rows of two warps each in shared memory, and an even number."""
         fitting = self._free_bytes // (2 * self._row_buffer)
@@ -50,7 +54,7 @@ class HybridDispatchPlan(HybridPlan, DispatchPlan):
 
     @cached_property
     def smem(self) -> MemoryMap:
-        return MemoryMap((*super().smem.regions, *self.rail_regions(self.block_channels)))
+        return MemoryMap((*super().smem.regions, *self.rail_regions(self.num_threads // 32)))
 
     @property
     def params(self) -> tuple[Param, ...]:

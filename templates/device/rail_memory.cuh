@@ -3,6 +3,9 @@
 
 constexpr u32 kPutBatch = 4;  // loads of a lane that are in flight together
 
+// Every warp that uses the rail, first of all.
+DEVICE void begin_rail() {}
+
 // Copies own symmetric memory [from, from + bytes) to [to, ...) of the rail's rank on `node`; multiples of 16.
 DEVICE void put(const Params& p, u32 node, i64 to, i64 from, u32 bytes) {
     sync_warp();  // other lanes wrote the source

@@ -1,6 +1,9 @@
 // The rail through a network card (jitmoe/emulate/runtime/rail.cpp). One whole warp each, with the same arguments in
 // all lanes. Relies on barriers.cuh.
 
+// Every warp that uses the rail, first of all.
+DEVICE void begin_rail() {}
+
 // Copies own symmetric memory [from, from + bytes) to [to, ...) of the rail's rank on `node`; multiples of 16.
 DEVICE void put(const Params& p, u32 node, i64 to, i64 from, u32 bytes) {
     sync_warp();  // other lanes wrote the source
