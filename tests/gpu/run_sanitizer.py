@@ -131,11 +131,16 @@ def run_ranks(experts, counts, hidden, intermediate, top_k, presum) -> float:
     return max(errors)
 
 
-# layout, format, tokens of each of 3 ranks
-TRANSFER_CASES = [("tokens", "bf16", (9, 0, 40)), ("experts", "fp8", (30, 5, 1))]
+# layout, format, tokens of each rank, and nodes
+TRANSFER_CASES = [
+    ("tokens", "bf16", (9, 0, 40)),
+    ("experts", "fp8", (30, 5, 1)),
+    ("tokens", "bf16", (9, 0, 40), 3),
+    ("experts", "fp8", (30, 5, 1, 12), 2),
+]
 
 
-def run_transfer(layout, format, counts) -> float:
+def run_transfer(layout, format, counts, nodes=1) -> float:
     """Relative error of tokens that go to their experts and come back as they are, twice, and once
     more the same ways.
     """
@@ -144,7 +149,7 @@ def run_transfer(layout, format, counts) -> float:
     x = [cupy.asarray(encode_bf16(each.x, np)) for each in tokens]
     ids = [cupy.asarray(each.topk_ids) for each in tokens]
     router = [cupy.asarray(each.topk_weights) for each in tokens]
-    with LocalGroup(3) as group:
+    with LocalGroup(len(counts), nodes=nodes) as group:
         shared = {"group": group, "workspace": GroupWorkspace(group, timeout_s=600)}
         options = {"num_experts": num_experts, "layout": layout, "format": format}
         for turn in range(3):
@@ -164,7 +169,8 @@ def run_transfer(layout, format, counts) -> float:
         if layout == "experts":
             factor = each.topk_weights.sum(1)
         else:
-            factor = np.array([len({e // 4 for e in row}) for row in each.topk_ids.tolist()])
+            local = num_experts // len(counts)
+            factor = np.array([len({e // local for e in row}) for row in each.topk_ids.tolist()])
         if len(each.x):
             wanted = each.x * (1 + factor.reshape(-1, 1))
             errors.append(reference.relative_error(y.get().view(np.uint16), wanted))
