@@ -8,11 +8,11 @@ from jitmoe import NcclGroup, PeerGroup
 from jitmoe.run import nccl_library
 
 
-def make_group(kind, rank, num_ranks, all_gather, device):
-    """Collective: a group of that kind."""
+def make_group(kind, rank, num_ranks, all_gather, device, **options):
+    """Collective: a group of that kind; options are a PeerGroup's."""
     if kind == "nccl":
         return NcclGroup.connect(rank, num_ranks, all_gather, device)
-    return PeerGroup(rank, num_ranks, all_gather, device, kind)
+    return PeerGroup(rank, num_ranks, all_gather, device, kind, **options)
 
 
 def skip_without(kind) -> None:

@@ -12,7 +12,7 @@ from typing import Self
 
 from jitmoe.run.meeting import Meeting
 from jitmoe.run.process_group import ProcessGroup
-from jitmoe.run.ranks import RankError, RankMismatch, name_ranks
+from jitmoe.run.ranks import RankError, RankMismatch, check_nodes, name_ranks
 from jitmoe.run.shared_allocation import SharedAllocation
 from jitmoe.run.shared_memory import SharingDevice
 from jitmoe.run.symmetric import device_number
@@ -22,6 +22,7 @@ _REMEDIES = {
     "host": "a PeerGroup is of one host, seen as one by all its processes",
     "user": "run all as one user",
     "handles": "pass the same to all",
+    "nodes": "pass the same to all",
 }
 
 
@@ -36,10 +37,13 @@ class PeerGroup(ProcessGroup):
     handles     how memory is shared: "vmm" (file descriptors of cuMemCreate), "ipc" (CUDA IPC), or
                 None for vmm where all ranks' GPUs have it
     timeout_s   seconds that handing file descriptors around may take
+    nodes       1, or for dispatch and combine 2 to 32, of as many ranks each, one after the other:
+                a token then goes once to a node, as is best where a host has several NVLink
+                domains, and to test what runs over a network between hosts
 
     Raises on all ranks RankMismatch, by name of the ranks, for different hosts, users or versions
     of jitmoe, a rank number that occurs twice, or GPUs that cannot access each other, and RankError
-    for whatever fails on one of them.
+    for whatever fails on one of them; ValueError for nodes that do not share out the ranks.
     """
 
     _by_hand = "PeerGroup"
@@ -52,10 +56,14 @@ class PeerGroup(ProcessGroup):
         device: int | None = None,
         handles: str | None = None,
         timeout_s: float = 30.0,
+        nodes: int = 1,
     ):
+        check_nodes(num_ranks, nodes, None)
+        self.num_nodes = nodes
         super().__init__(Meeting(rank, num_ranks, all_gather, "PeerGroup"))
         self._timeout_s = timeout_s
-        facts = self._meeting.introduce(partial(self._describe, device, handles), _REMEDIES)
+        describe = partial(self._describe, device, handles)
+        facts = self._meeting.introduce(describe, _REMEDIES)
         without = [fact["rank"] for fact in facts if not fact["has_vmm"]]
         if handles == "vmm" and without:
             raise RankMismatch(
@@ -114,6 +122,7 @@ class PeerGroup(ProcessGroup):
             "host": _host(),
             "user": os.geteuid(),
             "handles": handles,
+            "nodes": self.num_nodes,
             "gpu": self._device.uuid,
             "has_vmm": self._device.has_vmm,
         }

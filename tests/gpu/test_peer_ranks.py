@@ -5,7 +5,7 @@ becomes of the others when a rank is lost.
 import pytest
 from process_ranks import run_ranks, values
 from rank_layers import lose_a_rank, reset_after_a_late_rank, run_cases
-from rank_transfers import run_transfers
+from rank_transfers import lose_a_rank_of_transfers, run_transfers
 
 TIMEOUT_S = 170.0
 
@@ -42,9 +42,23 @@ def test_reset_after_a_late_rank():
     assert all(error < 1e-2 for _, error in outcomes)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_dispatch_and_combine(num_ranks):
+@pytest.mark.parametrize("num_ranks, nodes", [(2, 1), (4, 1), (2, 2), (4, 2)])
+def test_dispatch_and_combine(num_ranks, nodes):
     counts = [(5,) * num_ranks, (0, 70, 3, 1)[:num_ranks], (128,) * num_ranks]
-    arguments = True, None, counts
+    arguments = True, None, counts, nodes
     for error in values(run_ranks(run_transfers, num_ranks, *arguments, timeout_s=TIMEOUT_S)):
         assert error < 0.1
+
+
+@pytest.mark.parametrize("num_ranks, nodes", [(3, 1), (4, 2), (3, 3)])
+@pytest.mark.parametrize("when", ["dispatch", "combine"])
+def test_survivors_of_transfers_name_the_rank_that_is_gone(when, num_ranks, nodes):
+    """Of another node they may name a rank that waits for it there."""
+    arguments = True, None, nodes, when
+    outcomes = run_ranks(lose_a_rank_of_transfers, num_ranks, *arguments, timeout_s=TIMEOUT_S)
+    assert outcomes[-1].exit_code == -9
+    of_node = num_ranks // nodes
+    for rank, said in enumerate(values(outcomes[:-1])):
+        gone = num_ranks - 1
+        named = {gone} if nodes == 1 or rank // of_node == gone // of_node else {gone, gone - 1}
+        assert any(f"rank {r} " in said for r in named)
