@@ -5,32 +5,78 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from jitmoe.plan.memory_map import MemoryMap, Region
-from jitmoe.plan.plan import Param, Role
+from jitmoe.plan.gpu import HOPPER_SMEM_BYTES
+from jitmoe.plan.memory_map import MemoryMap, Region, align
+from jitmoe.plan.plan import Param, PlanError, Role
 from jitmoe.plan.transfer import TransferPlan
 
 
 @dataclass(frozen=True)
 class CombinePlan(TransferPlan):
-    """Every warp first sums the rows that its rank has of a token and stores the sum at the token's
-    rank, then adds up what has come for the rank's own tokens: in fixed order, f32, bf16 out.
+    """Scale-up warps bring a token's rows, or the sum of a rank's rows of it, to the token's rank.
+    Its reduce warps add them up as they come: in fixed order, f32, bf16 out.
     """
 
     name = "combine"
-    num_reduce_warps = 16
+
+    @property
+    def _row_buffer(self) -> int:
+        return align(2 * self.hidden, 128)
+
+    @property
+    def _free_bytes(self) -> int:
+        """Of shared memory, for rows."""
+        return HOPPER_SMEM_BYTES - 512
+
+    @property
+    def num_scale_up_warps(self) -> int:
+        """As many as have a row in shared memory; where rows are summed on their way none has, but
+        all of them many registers.
+        """
+        return 6 if self.expert_rows else min(8, self._free_bytes // self._row_buffer // 4 * 4)
+
+    @property
+    def num_reduce_warps(self) -> int:
+        return self.num_scale_up_warps
+
+    @property
+    def num_row_buffers(self) -> int:
+        """Rows of a warp: two if they fit, one loads while the other's store reads."""
+        return min(2, self._free_bytes // (max(self.num_scale_up_warps, 1) * self._row_buffer))
+
+    @property
+    def _regs(self) -> tuple[int, int]:
+        """Warps that only copy leave their registers to those that sum: 40 + 216 of two
+        warpgroups' 256 (DeepEP V2 has the same split).
+        """
+        return (168, 168) if self.expert_rows else (40, 216)
 
     @property
     def roles(self) -> tuple[Role, ...]:
-        job = "sum rows here and send them home, then sum what came home"
-        return (Role("reduce", self.num_reduce_warps, 128, job),)
+        regs, up = self._regs, "sum rows here" if self.expert_rows else "TMA: rows"
+        return (
+            Role("scale_up", self.num_scale_up_warps, regs[0], f"{up}, to the tokens' ranks"),
+            Role("reduce", self.num_reduce_warps, regs[1], "sum what comes home"),
+        )
 
     @property
     def derived_constants(self) -> dict[str, int]:
-        return super().derived_constants | {"rows_ahead": 4}
+        return super().derived_constants | {
+            "num_scale_up_warps": self.num_scale_up_warps,
+            "num_reduce_warps": self.num_reduce_warps,
+            "num_row_buffers": self.num_row_buffers,
+            "rows_ahead": 4 if self.expert_rows else 8,
+        }
 
     @cached_property
     def smem(self) -> MemoryMap:
-        return MemoryMap((Region("first", "u32", (5,), 16, "launch parity, number, abort"),))
+        warps, buffers = self.num_scale_up_warps, self.num_row_buffers
+        rows = (
+            Region("buffers", "u8", (warps, buffers, self._row_buffer), 128, "scale-up's own"),
+            Region("landed", "u64", (warps, buffers), 8, "scale-up's own"),
+        )
+        first = Region("first", "u32", (5,), 16, "launch parity, number, abort")
+        return MemoryMap((*(() if self.expert_rows else rows), first))
 
     @property
     def params(self) -> tuple[Param, ...]:
@@ -38,7 +84,7 @@ class CombinePlan(TransferPlan):
             Param("rows_out", "const u8*", "[rows, hidden] bf16, in dispatch's order"),
             Param("places", "const uint2*", "[num_tokens, top_k], as dispatch left them"),
             Param("own_records", "const u32*", "as dispatch left them"),
-            Param("num_received", "const u32*", "tokens, rows"),
+            Param("source_starts", "const u32*", "as dispatch left them"),
             Param("bias_0", "const u8*", "[num_tokens, hidden] bf16, or null"),
             Param("bias_1", "const u8*", "the same"),
             Param("y", "u8*", "[num_tokens, hidden] bf16"),
@@ -53,3 +99,11 @@ class CombinePlan(TransferPlan):
             Param("num_tokens", "u32", "of this rank"),
             Param("is_weighted", "u32", "rows of experts are multiplied by router weights"),
         )
+
+    def check_fields(self) -> None:
+        super().check_fields()
+        if self.num_scale_up_warps < 4:
+            raise PlanError(
+                f"rows of {2 * self.hidden:,} bytes leave no room for 4 of them in shared memory; "
+                "split hidden over two calls"
+            )

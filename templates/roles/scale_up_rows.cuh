@@ -4,7 +4,7 @@ using RowRing = Ring<kNumRowBuffers>;
 
 DEVICE void init_row_barriers(Smem& smem) {
     if (thread_idx() != 0) return;
-    for (u32 warp = 0; warp < kBlockChannels; ++warp) {
+    for (u32 warp = 0; warp < kNumScaleUpWarps; ++warp) {
         for (u32 i = 0; i < kNumRowBuffers; ++i) init_barrier(&smem.landed[warp][i], 1);  // the warp's lane 0
     }
     fence_barrier_init();
