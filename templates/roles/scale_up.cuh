@@ -35,6 +35,7 @@ DEVICE void role_scale_up(const Params& p, Smem& smem, const Head&) {
     const u32 warp = warp_idx() - kScaleUpWarpBegin, num_warps = kNumScaleUpWarps * num_blocks();
     const u32 of_place = ceil_div(ceil_div(most_of_a_rank(p), kBatchRows), num_warps);
     RowMover mover{warp};
+    fence_async_global();  // who takes rows has read those of the launch before
     for (u32 i = warp * num_blocks() + block_idx(); i < of_place * num_warps * kNumRanks; i += num_warps) {
         const u32 source = (i + p.rank) % kNumRanks, turn = i / kNumRanks;
         const u32 batch = turn % num_warps * of_place + turn / num_warps;
