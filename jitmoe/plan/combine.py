@@ -10,6 +10,10 @@ from jitmoe.plan.memory_map import MemoryMap, Region, align
 from jitmoe.plan.plan import Param, PlanError, Role
 from jitmoe.plan.transfer import TransferPlan
 
+_NUM_REDUCE_WARPS = 8
+_PIECE_BYTES = 2048  # of a row that is summed, 64 a lane
+_LEAST_SLOTS = 4
+
 
 @dataclass(frozen=True)
 class CombinePlan(TransferPlan):
@@ -26,30 +30,38 @@ class CombinePlan(TransferPlan):
     @property
     def _free_bytes(self) -> int:
         """Of shared memory, for rows."""
-        return HOPPER_SMEM_BYTES - 512
+        return HOPPER_SMEM_BYTES - 2048
 
     @property
     def num_scale_up_warps(self) -> int:
-        """As many as have a row in shared memory; where rows are summed on their way none has, but
-        all of them many registers.
+        """As many as have a row in shared memory, beside what is summed; they need none themselves
+        where they sum.
         """
-        return 6 if self.expert_rows else min(8, self._free_bytes // self._row_buffer // 4 * 4)
+        if self.expert_rows:
+            return 8
+        room = self._free_bytes - _NUM_REDUCE_WARPS * _LEAST_SLOTS * _PIECE_BYTES
+        return min(8, room // self._row_buffer // 4 * 4)
 
     @property
     def num_reduce_warps(self) -> int:
-        return self.num_scale_up_warps
+        return _NUM_REDUCE_WARPS
 
     @property
-    def num_row_buffers(self) -> int:
-        """Rows of a warp: two if they fit, one loads while the other's store reads."""
-        return min(2, self._free_bytes // (max(self.num_scale_up_warps, 1) * self._row_buffer))
+    def num_sum_warps(self) -> int:
+        return self.num_reduce_warps + self.num_scale_up_warps * self.expert_rows
+
+    @property
+    def num_slots(self) -> int:
+        """Pieces of rows on their way to a warp that sums."""
+        rows = 0 if self.expert_rows else self.num_scale_up_warps * self._row_buffer
+        return min(8, (self._free_bytes - rows) // (self.num_sum_warps * _PIECE_BYTES))
 
     @property
     def _regs(self) -> tuple[int, int]:
         """Warps that only copy leave their registers to those that sum: 40 + 216 of two
         warpgroups' 256 (DeepEP V2 has the same split).
         """
-        return (168, 168) if self.expert_rows else (40, 216)
+        return (128, 128) if self.expert_rows else (40, 216)
 
     @property
     def roles(self) -> tuple[Role, ...]:
@@ -64,19 +76,26 @@ class CombinePlan(TransferPlan):
         return super().derived_constants | {
             "num_scale_up_warps": self.num_scale_up_warps,
             "num_reduce_warps": self.num_reduce_warps,
-            "num_row_buffers": self.num_row_buffers,
-            "rows_ahead": 4 if self.expert_rows else 8,
+            "num_sum_warps": self.num_sum_warps,
+            "num_slots": self.num_slots,
+            "piece_bytes": _PIECE_BYTES,
         }
 
     @cached_property
     def smem(self) -> MemoryMap:
-        warps, buffers = self.num_scale_up_warps, self.num_row_buffers
+        warps, sums, slots = self.num_scale_up_warps, self.num_sum_warps, self.num_slots
         rows = (
-            Region("buffers", "u8", (warps, buffers, self._row_buffer), 128, "scale-up's own"),
-            Region("landed", "u64", (warps, buffers), 8, "scale-up's own"),
+            Region("rows", "u8", (warps, self._row_buffer), 128, "scale-up's own"),
+            Region("row_landed", "u64", (warps,), 8, "scale-up's own"),
         )
-        first = Region("first", "u32", (5,), 16, "launch parity, number, abort")
-        return MemoryMap((*(() if self.expert_rows else rows), first))
+        return MemoryMap(
+            (
+                *(() if self.expert_rows else rows),
+                Region("pieces", "u8", (sums, slots, _PIECE_BYTES), 128, "of rows that are summed"),
+                Region("piece_landed", "u64", (sums, slots), 8, "a summing warp's own"),
+                Region("first", "u32", (5,), 16, "launch parity, number, abort"),
+            )
+        )
 
     @property
     def params(self) -> tuple[Param, ...]:

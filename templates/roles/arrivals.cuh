@@ -26,6 +26,7 @@ DEVICE void for_each_arrived(const Params& p, Wait what, bool waits, u64 ranks, 
             store_relaxed_sys(&of->num_done, 0);
         }
         sync_warp();
+        fence_async_global();
         waits = waits && !is_ready;
         for (u32 left = ready; left != 0; left &= left - 1) work(__ffs(left) - 1);
     }

@@ -2,22 +2,17 @@
 // home; then what has come home for this rank's own tokens is added up.
 
 // Adds up the rows of a token, to where it goes from. One whole warp.
-DEVICE void sum_node(const Params& p, u32 node, u32 token, u32 part, u32 num_rows) {
+DEVICE void sum_node(const Params& p, Smem& smem, Summer& summer, u32 node, u32 token, u32 part, u32 num_rows) {
     const u32 source = rail_rank(p, node);
-    u8* sum =
-        node == own_node(p) ? sum_on(p, p.rank, token, part) : symmetric<u8>(p, p.rank, taken_at(p, source, token, 0));
-    for (u32 at = 0; at < kRowOutBytes; at += kPieceBytes) {
-        Piece piece{at + lane_idx() * 16};
-        add_rows(
-            piece, num_rows == 32 ? kFullMask : (1u << num_rows) - 1,
-            [&](u32 row) { return symmetric<u8>(p, p.rank, taken_at(p, source, token, row)); },
-            [](u32) { return 1.0f; });
-        piece.store(sum);
-    }
+    u8* first = symmetric<u8>(p, p.rank, taken_at(p, source, token, 0));
+    u8* sum = node == own_node(p) ? sum_on(p, p.rank, token, part) : first;
+    const u8* row = first + min_of(lane_idx(), kMaxNodeParts - 1) * kRowOutBytes;
+    const auto store = [&](const Piece& piece) { piece.store(sum); };
+    summer.add_rows(p, smem, first_rows(num_rows), row, 1.0f, 0, 1, store);
 }
 
 // Up to 32 tokens of a channel's list from `first` on, as their rows come; a lane has one. Whether the list goes on.
-DEVICE bool take_listed(const Params& p, u32 node, u32 first, u32 end) {
+DEVICE bool take_listed(const Params& p, Smem& smem, Summer& summer, u32 node, u32 first, u32 end) {
     const u32 slot = first + lane_idx(), source = rail_rank(p, node);
     const u32* entry = list_entry(p, node, min_of(slot, end - 1));
     const bool is_token = slot < end && entry[0] != kNoToken;
@@ -26,7 +21,7 @@ DEVICE bool take_listed(const Params& p, u32 node, u32 first, u32 end) {
     const u32 token = entry[0] & ((1u << kTokenBits) - 1), part = entry[0] >> kTokenBits, mates = entry[1];
     const auto send = [&](u32 lane) {
         const u32 of = __shfl_sync(kFullMask, token, lane), at = __shfl_sync(kFullMask, part, lane);
-        sum_node(p, node, of, at, __popc(__shfl_sync(kFullMask, mates, lane)));
+        sum_node(p, smem, summer, node, of, at, __popc(__shfl_sync(kFullMask, mates, lane)));
         if (node != own_node(p)) put(p, node, sum_at(p, of, at), taken_at(p, source, of, 0), kRowOutBytes);
     };
     const bool waits = is_listed && mates != 0;
@@ -45,10 +40,12 @@ DEVICE void wait_for_sums(const Params& p, u32 channel) {
         return coming == 0;
     });
     sync_warp();
+    fence_async_global();
     if (lane < kNumNodes) store_relaxed_sys(tail(p, lane, channel), 0);
 }
 
-DEVICE void role_forward_sums(const Params& p, Smem&, const Head&) {
+DEVICE void role_forward_sums(const Params& p, Smem& smem, const Head&) {
+    Summer summer{warp_idx() - kForwardSumsWarpBegin};
     const u32 begin = block_idx() * kBlockChannels + warp_idx() - kForwardSumsWarpBegin;
     const u32 step = num_blocks() * kBlockChannels, channels = num_channels(p);
     for (u32 node = 0; node < kNumNodes; ++node) {
@@ -60,7 +57,9 @@ DEVICE void role_forward_sums(const Params& p, Smem&, const Head&) {
         const u32 first = channel * p.channel_tokens, end = min_of(first + p.channel_tokens, p.rank_tokens);
         for (u32 i = 1; i <= kNumNodes; ++i) {
             const u32 node = (own_node(p) + i) % kNumNodes;  // the own one last: others wait for the rail
-            for (u32 slot = first; slot < end && take_listed(p, node, slot, end); slot += kWarpThreads) continue;
+            for (u32 slot = first; slot < end && take_listed(p, smem, summer, node, slot, end); slot += kWarpThreads)
+                continue;
+            fence_async_global();  // pairs with wait_for_sums
             add_tail(p, node, channel, 1);
         }
     }
@@ -70,9 +69,7 @@ DEVICE void role_forward_sums(const Params& p, Smem&, const Head&) {
         const Chunk chunk = chunk_of_channels(p, channel, 1);
         for (u32 token = chunk.begin; token < chunk.end; ++token) {
             const u32 nodes = __ballot_sync(kFullMask, is_first_on_node(load_place(p.places, token)));
-            for (u32 at = 0; at < kRowOutBytes; at += kPieceBytes) {
-                add_up(p, token, __popc(nodes), Piece{at + lane_idx() * 16});
-            }
+            add_up(p, smem, summer, token, __popc(nodes), 0, 1);
         }
     }
 }

@@ -10,7 +10,8 @@ DEVICE u64 ranks_of_token(const Params& p, u32 token) {
     return ranks;
 }
 
-DEVICE void role_reduce(const Params& p, Smem&, const Head&) {
+DEVICE void role_reduce(const Params& p, Smem& smem, const Head&) {
+    Summer summer{warp_idx() - kReduceWarpBegin};
     const u32 num_warps = kNumReduceWarps * num_blocks();
     const u32 warp = (warp_idx() - kReduceWarpBegin) * num_blocks() + block_idx();
     const u32 warps_of_token = min_of(max_of(num_warps / max_of(p.num_tokens, 1u), 1u), kPieces);
@@ -22,10 +23,7 @@ DEVICE void role_reduce(const Params& p, Smem&, const Head&) {
         const u32 num_parts = __popc(u32(ranks)) + __popc(u32(ranks >> 32));
         const auto add = [&](u32 lane) {
             const u32 token = (first + lane) / warps_of_token, turn = (first + lane) % warps_of_token;
-            const u32 parts = __shfl_sync(kFullMask, num_parts, lane);
-            for (u32 i = turn; i < kPieces; i += warps_of_token) {
-                add_up(p, token, parts, Piece{i * kPieceBytes + lane_idx() * 16});
-            }
+            add_up(p, smem, summer, token, __shfl_sync(kFullMask, num_parts, lane), turn, warps_of_token);
         };
         const bool waits = first + lane_idx() < end;
         for_each_arrived(p, kWaitSums, waits, ranks, arrival(p, p.rank, own), warps_of_token, add);

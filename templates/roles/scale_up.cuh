@@ -10,6 +10,7 @@ DEVICE void bring_rows(const Params& p, Smem& smem, RowMover& mover, u32 source,
         const u32 of = __shfl_sync(kFullMask, token, i), at = __shfl_sync(kFullMask, part, i);
         return symmetric<u8>(p, taker_of(p, source), taken_at(p, source, of, at));
     });
+    fence_async_global();
     sync_warp();
     if (lane_idx() < num) or_release_sys(&arrival(p, source, token)->ranks, u64(1) << (p.rank - first_of_domain(p)));
 }
