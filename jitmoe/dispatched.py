@@ -68,7 +68,10 @@ def handle_regions(plan: DispatchPlan, num_tokens: int, max_num_tokens: int) -> 
     records = plan.num_ranks * max_num_tokens
     between_nodes = ()
     if isinstance(plan, HybridPlan):
-        between_nodes = (Region("forwarded", "u32", (plan.num_nodes, max_num_tokens, 2), 256),)
+        between_nodes = (
+            Region("forwarded", "u32", (plan.num_nodes, max_num_tokens, 2), 256),
+            Region("source_starts", "u32", (plan.num_ranks + 1,), 256),
+        )
     return MemoryMap(
         (
             Region("places", "u32", (num_tokens, plan.top_k, 2), 256),
@@ -76,7 +79,6 @@ def handle_regions(plan: DispatchPlan, num_tokens: int, max_num_tokens: int) -> 
             Region("expert_counts", "u32", (plan.num_experts,), 256),
             Region("expert_starts", "u32", (plan.num_experts + 1,), 256),
             Region("num_received", "u32", (2,), 256),
-            Region("source_starts", "u32", (plan.num_ranks + 1,), 256),
             *between_nodes,
         )
     )

@@ -20,11 +20,9 @@ from jitmoe.run.workspace import CaptureError
 from jitmoe.transfer_arguments import How, Tokens, read_rows, read_tokens
 from jitmoe.transfer_launch import ready
 
-# Regions of a handle that dispatch writes, that combine reads, and that there are between nodes.
-COUNTS = ("expert_counts", "expert_starts", "num_received")
-SENT = ("places", "own_records", *COUNTS, "source_starts")
-READ = ("places", "own_records", "source_starts")
-NODES = ("forwarded",)
+# Regions of a handle that dispatch writes; between nodes those behind them too.
+HANDLE = ("places", "own_records", "expert_counts", "expert_starts", "num_received")
+NODES = ("forwarded", "source_starts")
 
 
 def run_dispatch(group: Group, workspace, stream, how: How, x, topk_ids, topk_weights, handle):
@@ -59,7 +57,7 @@ def run_dispatch(group: Group, workspace, stream, how: How, x, topk_ids, topk_we
             i,
             rank.x.ptr,
             *(0 if array is None else array.ptr for array in rank[1:]),
-            *(own.address(name) for name in SENT),
+            *(own.address(name) for name in HANDLE),
             memory.host_counts[i].clear() if how.exact and not is_cached else 0,
             *launch.memory(i, "block_counts", "header", "banks"),
             *rank.strides,
@@ -97,7 +95,7 @@ def run_combine(group: Group, workspace, stream, num_sms, y, handle, bias, weigh
         launch.write(
             i,
             rows.ptr,
-            *(own.address(name) for name in READ),
+            *(own.address(name) for name in ("places", "own_records", "num_received")),
             *(0 if bias is None else bias.ptr for bias in both),
             target.ptr,
             *launch.memory(i, "header", "banks"),

@@ -29,9 +29,9 @@ class Sent:
     expert_starts  [num_experts + 1] u32
     num_received   [2] u32: tokens, rows
     host_received  [2] u32: the first plus 1
-    source_starts  [num_ranks + 1] u32: first token here of each rank
     forwarded      [num_nodes, most tokens of a rank, 2] u32: what went on here, several nodes only
-    channel_tokens of the launch, several nodes only
+    source_starts  [num_ranks + 1] u32: first token here of each rank, the same
+    channel_tokens of the launch, the same
     """
 
     places: np.ndarray
@@ -40,8 +40,8 @@ class Sent:
     expert_starts: np.ndarray
     num_received: np.ndarray
     host_received: np.ndarray
-    source_starts: np.ndarray
     forwarded: np.ndarray | None = None
+    source_starts: np.ndarray | None = None
     channel_tokens: int = 0
 
     @cached_property
@@ -193,7 +193,8 @@ class EmulatedTransfer:
             found.append(ys := [])
             for number, (data, own) in enumerate(zip(rows, sent, strict=True)):
                 ys.append(np.full((own.places.shape[0], plan.hidden), 0xFFFF, np.uint16))
-                kept = own.arrays.keys() & {"places", "own_records", "source_starts", "forwarded"}
+                kept = {"places", "own_records", "num_received"}
+                kept |= own.arrays.keys() & {"forwarded", "source_starts"}
                 arrays = {n: own.arrays[n] for n in kept}
                 arrays |= {"rows_out": Array(data), "y": Array(ys[-1], writable=True)}
                 scalars = {"rows_stride": width, "y_stride": width, "is_weighted": weighted}
@@ -223,10 +224,10 @@ class EmulatedTransfer:
             poison(experts + 1),
             poison(2),
             np.zeros(2, np.uint32),
-            poison(plan.num_ranks + 1),
         )
         if isinstance(plan, HybridPlan):
             sent.forwarded = poison(plan.num_nodes, self.rank_tokens, 2)
+            sent.source_starts = poison(plan.num_ranks + 1)
             sent.channel_tokens = plan.channel_tokens(self.rank_tokens, self.num_blocks)
         return sent
 

@@ -90,7 +90,6 @@ class DispatchPlan(TransferPlan):
             Param("expert_counts", "u32*", "[num_experts]: rows of each"),
             Param("expert_starts", "u32*", "[num_experts + 1]: first row of each, and the end"),
             Param("num_received", "u32*", "tokens, rows"),
-            Param("source_starts", "u32*", "[num_ranks + 1]: first token here of each rank"),
             Param("host_received", "u32*", "host memory: tokens + 1, rows; or null"),
             Param("block_counts", "u32*", "scratch"),
             Param("header", "u32*", "control"),

@@ -154,7 +154,7 @@ def _symmetric(plan: HybridPlan, tokens: int, rows: int) -> MemoryMap:
             Region("sums_wanted", "u32", (ranks,), 256, "the same", True),
             Region("rail_entered", "u64", (nodes,), 256, "by node: launches of the peer", True),
             Region("rail_tails", "u64", (nodes, channels), 256, "how far a channel is", True),
-            Region("arrived", "u64", (nodes, tokens, 2), 256, "who sent a token's row", True),
+            Region("arrived", "u32", (nodes, tokens), 256, "ranks that sent a token's row", True),
             Region("counts", "u32", (ranks, plan.count_words), 256, "by rank they are of"),
             Region("records", "u32", (ranks * tokens, plan.record_words), 256, "that came"),
             Region("rows", "u8", (rows, plan.row_bytes), 256, "that came"),

@@ -61,4 +61,5 @@ class HybridDispatchPlan(HybridPlan, DispatchPlan):
         return (
             *super().params,
             Param("forwarded", "u32*", "[num_nodes, tokens, 2]: what went on, by channel"),
+            Param("source_starts", "u32*", "[num_ranks + 1]: first token of each rank here"),
         )

@@ -13,7 +13,7 @@ from jitmoe.plan.problem import MAX_RANKS, MAX_TOP_K, QUANT_GROUP
 
 # Symmetric regions, in the order of their offsets among the parameters.
 SYMMETRIC = (
-    *("launches", "counts_ready", "rows_ready", "sums_wanted", "arrived"),
+    *("launches", "counts_ready", "rows_ready", "sums_wanted", "sums_ready"),
     *("counts", "records", "rows", "row_scales", "sums"),
 )
 ELEMENT_BYTES = {"bf16": 2, "fp8": 1}
@@ -182,7 +182,7 @@ def _symmetric(
             Region("counts_ready", "u32", (ranks,), 256, "by rank: a launch's number + 1", True),
             Region("rows_ready", "u32", (ranks,), 256, "the same", True),
             Region("sums_wanted", "u32", (ranks,), 256, "the same", True),
-            Region("arrived", "u64", (tokens, 2), 256, "who sent a token's sum", True),
+            Region("sums_ready", "u32", (ranks,), 256, "the same", True),
             Region("counts", "u32", (ranks, columns), 256, "by rank they are of"),
             Region("records", "u32", (ranks * tokens, record_words), 256, "of tokens that came"),
             Region("rows", "u8", (rows, row_bytes), 256, "that came"),

@@ -14,6 +14,6 @@ DEVICE void add_release_sys(u64* address, u64 value) {
     asm volatile("red.release.sys.global.add.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 
-DEVICE void or_release_sys(u64* address, u64 bits) {
-    asm volatile("red.release.sys.global.or.b64 [%0], %1;" ::"l"(address), "l"(bits) : "memory");
+DEVICE void or_release_sys(u32* address, u32 bits) {
+    asm volatile("red.release.sys.global.or.b32 [%0], %1;" ::"l"(address), "r"(bits) : "memory");
 }

@@ -6,4 +6,4 @@ DEVICE void store_relaxed_sys(u64* address, u64 value) { emu::store(address, val
 
 DEVICE void add_release_sys(u64* address, u64 value) { emu::fetch_add(address, value, emu::kRelease, emu::kSys); }
 
-DEVICE void or_release_sys(u64* address, u64 bits) { emu::fetch_or(address, bits, emu::kRelease, emu::kSys); }
+DEVICE void or_release_sys(u32* address, u32 bits) { emu::fetch_or(address, bits, emu::kRelease, emu::kSys); }

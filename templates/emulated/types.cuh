@@ -99,11 +99,6 @@ DEVICE constexpr T min_of(T a, T b) {
     return a < b ? a : b;
 }
 
-template <typename T>
-DEVICE constexpr T max_of(T a, T b) {
-    return a > b ? a : b;
-}
-
 DEVICE constexpr u32 ceil_div(u32 x, u32 y) { return (x + y - 1) / y; }
 
 DEVICE void forget_value(u32&) {}

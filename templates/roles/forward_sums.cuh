@@ -8,7 +8,7 @@ DEVICE void sum_node(const Params& p, Smem& smem, Summer& summer, u32 node, u32 
     u8* sum = node == own_node(p) ? sum_on(p, p.rank, token, part) : first;
     const u8* row = first + min_of(lane_idx(), kMaxNodeParts - 1) * kRowOutBytes;
     const auto store = [&](const Piece& piece) { piece.store(sum); };
-    summer.add_rows(p, smem, first_rows(num_rows), row, 1.0f, 0, 1, store);
+    summer.add_rows(p, smem, first_rows(num_rows), row, 1.0f, store);
 }
 
 // Up to 32 tokens of a channel's list from `first` on, as their rows come; a lane has one. Whether the list goes on.
@@ -25,7 +25,7 @@ DEVICE bool take_listed(const Params& p, Smem& smem, Summer& summer, u32 node, u
         if (node != own_node(p)) put(p, node, sum_at(p, of, at), taken_at(p, source, of, 0), kRowOutBytes);
     };
     const bool waits = is_listed && mates != 0;
-    for_each_arrived(p, kWaitMates, waits, mates, arrival(p, source, is_listed ? token : 0), 1, send);
+    for_each_arrived(p, waits, mates, arrived_of(p, source, is_listed ? token : 0), send);
     return ended == 0;
 }
 
@@ -69,7 +69,9 @@ DEVICE void role_forward_sums(const Params& p, Smem& smem, const Head&) {
         const Chunk chunk = chunk_of_channels(p, channel, 1);
         for (u32 token = chunk.begin; token < chunk.end; ++token) {
             const u32 nodes = __ballot_sync(kFullMask, is_first_on_node(load_place(p.places, token)));
-            add_up(p, smem, summer, token, __popc(nodes), 0, 1);
+            const u8* row = sum_on(p, p.rank, token, min_of(lane_idx(), kMaxParts - 1));
+            const auto store = [&](Piece& piece) { piece.store_y(p, token); };
+            summer.add_rows(p, smem, first_rows(__popc(nodes)), row, 1.0f, store);
         }
     }
 }

@@ -1,4 +1,4 @@
-// Where rows of a token come together between nodes: on the rank of this node that is its rank's rail peer, or its rank
+// Where rows of a token come together on a node: on the rank of this node that is its rank's rail peer, or its rank
 // itself.
 
 DEVICE u32 taker_of(const Params& p, u32 source) { return first_of_domain(p) + source % kNodeRanks; }
@@ -6,9 +6,9 @@ DEVICE i64 taken_at(const Params& p, u32 source, u32 token, u32 part) {
     const i64 tokens_before = i64(source / kNodeRanks) * p.rank_capacity + token;
     return p.node_sums_at + (tokens_before * kMaxNodeParts + part) * kRowOutBytes;
 }
-DEVICE Arrival* arrival(const Params& p, u32 source, u32 token) {
-    Arrival* of_node = symmetric<Arrival>(p, taker_of(p, source), p.arrived_at);
-    return of_node + u64(source / kNodeRanks) * p.rank_capacity + token;
+DEVICE u32* arrived_of(const Params& p, u32 source, u32 token) {
+    u32* of_nodes = symmetric<u32>(p, taker_of(p, source), p.arrived_at);
+    return of_nodes + u64(source / kNodeRanks) * p.rank_capacity + token;
 }
 
 // The whole CTA, before roles part: ranks of this node may be brought rows when they have entered the launch, rail

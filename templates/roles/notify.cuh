@@ -161,24 +161,6 @@ DEVICE void tell_host(const Params& p, const u32* totals) {
     store_release_sys(p.host_received, tokens + 1);
 }
 
-// Which tokens here came from which rank: combine takes them in turn. One whole warp, behind ranks_tell.
-DEVICE void note_sources(const Params& p) {
-    u32 first = 0;
-    for (u32 begin = 0; begin < kNumRanks; begin += kWarpThreads) {
-        const u32 rank = begin + lane_idx();
-        const u32 count = rank < kNumRanks ? counts_of(p, p.rank, rank)[kNumAllExperts + p.rank] : 0;
-        u32 end = count;
-#pragma unroll
-        for (u32 distance = 1; distance < kWarpThreads; distance *= 2) {
-            const u32 lower = __shfl_up_sync(kFullMask, end, distance);
-            end += lane_idx() >= distance ? lower : 0;
-        }
-        if (rank < kNumRanks) p.source_starts[rank + 1] = first + end;
-        first += __shfl_sync(kFullMask, end, kWarpThreads - 1);
-    }
-    if (lane_idx() == 0) p.source_starts[0] = 0;
-}
-
 DEVICE void role_notify(const Params& p, Smem& smem, const Head& head) {
     const u32 warp = warp_idx();
     const Chunk part = part_of_warp(chunk_of_block(p), warp);

@@ -1,4 +1,5 @@
-// The scale-up warps of a combine: what this rank has of every token goes to the rank of its domain that adds it up.
+// The scale-up warps of a hybrid combine: what this rank has of every token goes to the rank of its node that forwarded
+// the token.
 
 constexpr u32 kBatchRows = 4;  // between news to another rank (guess; DeepEP V2 has 3)
 
@@ -12,7 +13,7 @@ DEVICE void bring_rows(const Params& p, Smem& smem, RowMover& mover, u32 source,
     });
     fence_async_global();
     sync_warp();
-    if (lane_idx() < num) or_release_sys(&arrival(p, source, token)->ranks, u64(1) << (p.rank - first_of_domain(p)));
+    if (lane_idx() < num) or_release_sys(arrived_of(p, source, token), 1u << (p.rank - first_of_domain(p)));
 }
 
 // Most tokens that came from a rank.
@@ -33,7 +34,7 @@ DEVICE u32 most_of_a_rank(const Params& p) {
 // Batches of all ranks in turn, and of a rank's tokens one from each of many places in turn: so all warps everywhere
 // that add up have rows soon.
 DEVICE void role_scale_up(const Params& p, Smem& smem, const Head&) {
-    const u32 warp = warp_idx() - kScaleUpWarpBegin, num_warps = kNumScaleUpWarps * num_blocks();
+    const u32 warp = warp_idx() - kScaleUpWarpBegin, num_warps = kBlockChannels * num_blocks();
     const u32 of_place = ceil_div(ceil_div(most_of_a_rank(p), kBatchRows), num_warps);
     RowMover mover{warp};
     fence_async_global();  // who takes rows has read those of the launch before

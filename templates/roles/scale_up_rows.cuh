@@ -2,7 +2,7 @@
 
 DEVICE void init_row_barriers(Smem& smem) {
     if (thread_idx() != 0) return;
-    for (u32 warp = 0; warp < kNumScaleUpWarps; ++warp) init_barrier(&smem.row_landed[warp], 1);  // the warp's lane 0
+    for (u32 warp = 0; warp < kBlockChannels; ++warp) init_barrier(&smem.row_landed[warp], 1);  // the warp's lane 0
     fence_barrier_init();
 }
 

@@ -4,7 +4,7 @@ DEVICE void init_row_barriers(Smem&) {}
 
 struct RowMover {
     Summer summer;
-    DEVICE explicit RowMover(u32 warp) : summer{kNumSumWarps - kNumScaleUpWarps + warp} {}
+    DEVICE explicit RowMover(u32 warp) : summer{kBlockChannels + warp} {}
 
     // Brings what tokens from `first` on have here to `target_of(i)`, which the whole warp is asked for.
     template <typename TargetOf>
@@ -17,7 +17,7 @@ struct RowMover {
             const u8* row = p.rows_out + (used ? i64(words[kRecordRows + slot]) * p.rows_stride : 0);
             const float weight = p.is_weighted ? __uint_as_float(words[kRecordWeights + slot]) : 1.0f;
             const auto store = [&](const Piece& piece) { piece.store(target); };
-            summer.add_rows(p, smem, __ballot_sync(kFullMask, used), row, weight, 0, 1, store);
+            summer.add_rows(p, smem, __ballot_sync(kFullMask, used), row, weight, store);
         }
     }
 };

@@ -506,14 +506,14 @@ def test_words_and_masks_of_all_ranks(tmp_path, num_ranks):
     sync_block();
     if (thread_idx() == 0) {
         add_release_sys(reinterpret_cast<u64*>(first + 8192), (u64(1) << 40) + 1);
-        or_release_sys(reinterpret_cast<u64*>(first + 8200), u64(1) << p.rank);
+        or_release_sys(reinterpret_cast<u32*>(first + 8200), 1u << p.rank);
     }
     if (p.rank != 0) return;
     WAIT
     for (u32 i = thread_idx(); i < 64 * kNumNodes; i += 64) p.result[i] = own<u32>(p, 4096)[64 + i];
     """
     add = "while (load_acquire_sys(own<u64>(p, 8192)) != kNumNodes * ((u64(1) << 40) + 1)) {\n}"
-    mask = "while (load_acquire_sys(own<u64>(p, 8200)) != (u64(1) << kNumNodes) - 1) {\n}"
+    mask = "while (load_acquire_sys(own<u32>(p, 8200)) != (1u << kNumNodes) - 1) {\n}"
     for wait in (add, mask):
         for results in passes(tmp_path, body.replace("WAIT", wait), "memory", num_ranks=num_ranks):
             told = results[0][1][: 64 * num_ranks].reshape(num_ranks, 64)
@@ -543,7 +543,7 @@ def test_a_word_of_64_bits_is_stored_and_shown_whole(tmp_path):
 def test_rails_compile_for_the_device(tmp_path, rail):
     plan = RailPlan("sm_90a", rail, 2)
     words = (
-        "or_release_sys(own<u64>(p, 8200), 1); store_relaxed_sys(own<u64>(p, 8208), u64(1) << 32);"
+        "or_release_sys(own<u32>(p, 8200), 1); store_relaxed_sys(own<u64>(p, 8208), u64(1) << 32);"
     )
     text = render_kernel(tmp_path, GOOD + words, plan, "device")
     cubin = nvrtc.compile(text, "sm_90a", plan.name)

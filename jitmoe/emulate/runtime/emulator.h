@@ -29,7 +29,7 @@ u32 load(const u32* address, Order order, Scope scope);
 void store(u32* address, u32 value, Order order, Scope scope);
 u32 fetch_add(u32* address, u32 value, Order order, Scope scope);
 u32 compare_and_swap(u32* address, u32 expected, u32 desired, Order order, Scope scope);
-u64 fetch_or(u64* address, u64 bits, Order order, Scope scope);
+u32 fetch_or(u32* address, u32 bits, Order order, Scope scope);
 u64 load(const u64* address, Order order, Scope scope);
 void store(u64* address, u64 value, Order order, Scope scope);
 u64 fetch_add(u64* address, u64 value, Order order, Scope scope);

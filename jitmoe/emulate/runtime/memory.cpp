@@ -174,8 +174,8 @@ u64 fetch_add(u64* address, u64 value, Order order, Scope scope) {
     return change_word(address, order, scope, HERE, [=](u64 old) { return old + value; });
 }
 
-u64 fetch_or(u64* address, u64 bits, Order order, Scope scope) {
-    return change_word(address, order, scope, HERE, [=](u64 old) { return old | bits; });
+u32 fetch_or(u32* address, u32 bits, Order order, Scope scope) {
+    return change_word(address, order, scope, HERE, [=](u32 old) { return old | bits; });
 }
 
 u32 compare_and_swap(u32* address, u32 expected, u32 desired, Order order, Scope scope) {
