@@ -98,6 +98,15 @@ def test_puts_of_any_size(tmp_path, rail, num_bytes):
 
 
 @pytest.mark.parametrize("rail", RAILS)
+def test_flushes_and_signals_of_nothing(tmp_path, rail):
+    nothing = FLUSH + "signal_add(p, 1, 8200, 1);" + FLUSH
+    body = ranks(send(nothing, PUTS, ADD, FLUSH, nothing), AWAIT + READ)
+    for results in passes(tmp_path, body, rail):
+        assert np.array_equal(received(results), VALUES)
+        assert results[1][0][SIGNAL + 2] == 2
+
+
+@pytest.mark.parametrize("rail", RAILS)
 def test_every_node_to_every_other(tmp_path, rail):
     """More puts than any queue has places, a signal to each node behind all of them."""
     body = (
