@@ -98,25 +98,32 @@ def test_puts_of_any_size(tmp_path, rail, num_bytes):
 
 
 @pytest.mark.parametrize("rail", RAILS)
+def test_flushes_and_signals_of_nothing(tmp_path, rail):
+    nothing = FLUSH + "signal_add(p, 1, 8200, 1);" + FLUSH
+    body = ranks(send(nothing, PUTS, ADD, FLUSH, nothing), AWAIT + READ)
+    for results in passes(tmp_path, body, rail):
+        assert np.array_equal(received(results), VALUES)
+        assert results[1][0][SIGNAL + 2] == 2
+
+
+@pytest.mark.parametrize("rail", RAILS)
 def test_every_node_to_every_other(tmp_path, rail):
     """More puts than any queue has places, a signal to each node behind all of them."""
     body = (
         """
     for (u32 i = thread_idx(); i < 512; i += 64) own<u32>(p, 0)[i] = p.rank * 1000 + i;
     sync_block();
-    if (thread_idx() < 32) {
-        for (u32 i = 0; i < 8; ++i) {
-            for (u32 to = 0; to < kNumNodes; ++to) {
-                if (to != p.rank) put(p, to, 4096 + p.rank * 1024 + i * 128, i * 256, 128);
-            }
-        }
+    for (u32 i = thread_idx() / 32; i < 16; i += 2) {
         for (u32 to = 0; to < kNumNodes; ++to) {
-            if (to != p.rank) signal_add(p, to, 8192, u64(1) << 8 * p.rank);
+            if (to != p.rank) put(p, to, 4096 + p.rank * 1024 + i * 64, i * 128, 64);
         }
-        flush(p);
     }
+    for (u32 to = 0; to < kNumNodes; ++to) {
+        if (to != p.rank) signal_add(p, to, 8192, u64(1) << 8 * p.rank);
+    }
+    flush(p);
     u64 all = 0;
-    for (u32 from = 0; from < kNumNodes; ++from) all += u64(from != p.rank) << 8 * from;
+    for (u32 from = 0; from < kNumNodes; ++from) all += u64(2 * (from != p.rank)) << 8 * from;
     while (load_acquire_sys(own<u64>(p, 8192)) != all) {
     }"""
         + READ
@@ -124,8 +131,8 @@ def test_every_node_to_every_other(tmp_path, rail):
     for results in passes(tmp_path, body, rail, num_ranks=3, delays=True):
         for rank, (_, result) in enumerate(results):
             for other in {0, 1, 2} - {rank}:
-                rows = result[other * 256 : other * 256 + 256].reshape(8, 32)
-                expected = other * 1000 + np.arange(8)[:, None] * 64 + np.arange(32)
+                rows = result[other * 256 : other * 256 + 256].reshape(16, 16)
+                expected = other * 1000 + np.arange(16)[:, None] * 32 + np.arange(16)
                 assert np.array_equal(rows, expected)
 
 
@@ -235,6 +242,13 @@ def test_a_signal_is_behind_all_puts_before_it(tmp_path):
     for seed in range(40):
         results = run(tmp_path, body, "gin", seed=seed, delays=True, checked=False)
         assert np.array_equal(received(results), VALUES)
+
+
+def test_a_signal_is_not_behind_later_puts(tmp_path):
+    """Though they were issued before it was acquired."""
+    linger = "for (u32 i = 0; i < 100; ++i) sync_block();"
+    body = ranks(send(FIRST_PUTS, ADD, LAST_PUT, FLUSH), AWAIT + linger + READ)
+    assert "earlier write by a put" in failure(tmp_path, body, "gin")
 
 
 def test_a_signal_takes_nothing_else_along(tmp_path):
