@@ -93,7 +93,7 @@ ORDER = {
         "dispatch",
         "combine",
     ],
-    "jit": ["params", "render", "nvrtc", "cache", "store", "build"],
+    "jit": ["params", "render", "nvrtc", "link", "cache", "store", "build"],
     "run": [
         "driver",
         "arrays",
