@@ -6,9 +6,24 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from jitmoe.run.driver import DriverError, num_devices
 from jitmoe.run.ranks import check_num_ranks
+
+
+@dataclass(frozen=True)
+class Rail:
+    """What a kernel needs to write to ranks of other nodes by NCCL's GIN.
+
+    comm    device address of NCCL's device communicator, see run/nccl_rail.py
+    window  NCCL's ncclWindow_t, a device address, of all ranks' memory
+    offset  bytes from the window's start to the memory
+    """
+
+    comm: int
+    window: int
+    offset: int
 
 
 class SymmetricMemory:
@@ -16,12 +31,20 @@ class SymmetricMemory:
 
     num_bytes  bytes of each rank's allocation
     bases      addresses of all ranks' allocations as mapped in this process, by rank, at multiples
-               of 256; () once closed
+               of 256, 0 for ranks of other nodes; () once closed
+    rail       the way to other nodes; None where there is one node, and once closed
     """
 
-    def __init__(self, num_bytes: int, bases: Sequence[int], release: Callable[[], None]):
+    def __init__(
+        self,
+        num_bytes: int,
+        bases: Sequence[int],
+        release: Callable[[], None],
+        rail: Rail | None = None,
+    ):
         self.num_bytes = num_bytes
         self.bases: tuple[int, ...] = tuple(bases)
+        self.rail = rail
         self._release: Callable[[], None] | None = release
 
     def close(self) -> None:
@@ -30,7 +53,7 @@ class SymmetricMemory:
         Not collective, so that it works after another rank died: have a `Group.barrier` before,
         once no kernel of any rank uses the memory any more.
         """
-        release, self._release, self.bases = self._release, None, ()
+        release, self._release, self.bases, self.rail = self._release, None, (), None
         if release is not None:
             release()
 
@@ -42,12 +65,19 @@ class Group(ABC):
     num_ranks  ranks of the group
     ranks      those which this process drives
     device     CUDA device number of this process's ranks
+    num_nodes  NVLink domains that the ranks are spread over, as many on each, one node's after the
+               other's: ranks of a node write to each other's memory, others by a network
     """
 
     num_ranks: int
+    num_nodes: int = 1
     ranks: tuple[int, ...]
     device: int
     workspace: object | None = None  # of calls that name none
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.num_ranks // self.num_nodes
 
     @abstractmethod
     def allocate(self, num_bytes: int) -> SymmetricMemory:

@@ -112,6 +112,7 @@ ORDER = {
         "peer_group",
         "nccl_library",
         "nccl_allocation",
+        "nccl_rail",
         "nccl_group",
         "host_counts",
         "group_workspace",
