@@ -2,6 +2,10 @@
 // GIN"). Functions are of libnccl_device.ltoir of NCCL 2.32 and later, which the linker adds; names, types and order
 // are theirs (nccl_device/gin.h, coop.h, core.h), for it is by them that symbols are found. Relies on types.cuh,
 // memory.cuh, barriers.cuh.
+//
+// They are called, not inlined, which has a price: ptxas ignores setmaxnreg then (C7506, an error to jit/), so roles of
+// such a kernel have equal registers. Their waits, for a place in the card's queue and in flush, have no budget; flush
+// ends when the host aborts the communicator.
 
 struct ncclDevComm;
 struct ncclWindow_vidmem;
