@@ -90,12 +90,12 @@ def compile(text: str, arch: str, name: str) -> Cubin:
     return Cubin(bytes(code.code), log, parse_log(log), time.perf_counter() - start)
 
 
-def to_lto_ir(text: str, arch: str, name: str) -> tuple:
+def to_lto_ir(text: str, arch: str, name: str) -> tuple[object, str]:
     """The same without ptxas, for the linker: cuda.core's ObjectCode and NVRTC's log."""
     return _compile("ltoir", text, arch, name, _lto_options())
 
 
-def _compile(kind: str, text: str, arch: str, name: str, options: dict) -> tuple:
+def _compile(kind: str, text: str, arch: str, name: str, options: dict) -> tuple[object, str]:
     version()  # finds a missing toolchain, and says so
     with _import_lock:
         from cuda.core import Program, ProgramOptions

@@ -35,6 +35,13 @@ class NcclRail:
         """
         nccl_library.check_rail()
         core = nccl_library.load()
+        ours, bindings = _device_release(), core.get_version().nccl_bindings.release[:2]
+        if ours != bindings:
+            raise RuntimeError(
+                f"nccl4py is made for NCCL {_text(bindings)}, and the device library that kernels "
+                f"are linked with is of {_text(ours)}; pip install nvidia-nccl-cu12 or -cu13 "
+                f"{_text(bindings)}, or another nccl4py"
+            )
         kinds, kind = core.NcclGinType, self._communicator.railed_gin_type
         if kind == kinds.NONE:
             raise RuntimeError(
@@ -45,13 +52,6 @@ class NcclRail:
             raise RuntimeError(
                 "GIN is by EFA_GDA, whose signals do not wait for what was put before; set "
                 f"NCCL_GIN_TYPE=2 to take its proxy, {_REMEDY}"
-            )
-        ours, bindings = _device_release(), core.get_version().nccl_bindings.release[:2]
-        if ours != bindings:
-            raise RuntimeError(
-                f"nccl4py is made for NCCL {_text(bindings)}, and the device library that kernels "
-                f"are linked with is of {_text(ours)}; pip install nvidia-nccl-cu12 or -cu13 "
-                f"{_text(bindings)}, or another nccl4py"
             )
 
     def create(self) -> None:

@@ -10,6 +10,7 @@ import signal
 import sys
 import tempfile
 from functools import partial
+from importlib.metadata import distributions
 from types import ModuleType, SimpleNamespace
 
 import nccl_stand_in
@@ -95,6 +96,15 @@ def test_bytes_of_a_real_device_communicator_are_all_of_it():
     assert len(bytes(made)) == bindings.dev_comm_dtype.itemsize
     copy = bindings.DevComm.from_buffer(bytes(made))
     assert copy.gin_context_count == 7 == made.gin_context_count
+
+
+def test_the_release_of_a_real_device_library():
+    wheels = [d for d in distributions() if d.name.startswith("nvidia-nccl-cu")]
+    try:
+        found = nccl_rail._device_release()
+    except ToolchainError as error:
+        pytest.skip(str(error))
+    assert found in [tuple(map(int, wheel.version.split(".")[:2])) for wheel in wheels]
 
 
 def write(address: int, data: bytes) -> None:

@@ -12,6 +12,7 @@ from tiny_plan import TinyPlan
 
 from jitmoe.jit import build, cache, link, nvrtc, render
 from jitmoe.jit.nvrtc import CompileError, ToolchainError
+from jitmoe.run import nccl_rail
 
 LIBRARY = "nccl_device"
 
@@ -258,6 +259,16 @@ def declarations() -> str:
     return text[: text.index("// What one thread needs")]
 
 
+def size_of_communicator() -> str:
+    """A check that what nccl4py copies to the GPU is what the device library reads there."""
+    nccl = pytest.importorskip("nccl.core", reason="needs nccl4py: pip install '.[nccl]'")
+    from nccl.bindings import nccl as bindings
+
+    if nccl.get_version().nccl_bindings.release[:2] != nccl_rail._device_release():
+        return ""  # and a group refuses them together
+    return f"static_assert(sizeof(ncclDevComm) == {len(bytes(bindings.DevComm()))});"
+
+
 NAMES = "using u32 = unsigned int;\nusing u64 = unsigned long long;\n"
 
 
@@ -305,7 +316,8 @@ def functions(text: str, include: list[str]) -> dict[str, list[tuple[str, str]]]
 
 def test_declarations_are_those_of_the_headers(headers):
     header = '#include "nccl_device_wrapper.h"\n#include "nccl_device/gin.h"\n'
-    functions(header + NAMES + "namespace ours {\n" + declarations() + "}\n" + CHECKS, headers)
+    beside = NAMES + "namespace ours {\n" + declarations() + "}\n" + CHECKS
+    functions(header + beside + size_of_communicator(), headers)
     theirs, ours = functions(header + CALLS, headers), functions(NAMES + declarations() + CALLS, [])
     assert len(theirs) == 5 and {len(types) for types in theirs.values()} == {1, 3, 4, 16, 19}
     assert sorted(ours.values()) == sorted(theirs.values())
