@@ -35,12 +35,13 @@ class NcclRail:
         """
         nccl_library.check_rail()
         core = nccl_library.load()
-        ours, bindings = _device_release(), core.get_version().nccl_bindings.release[:2]
-        if ours != bindings:
+        ours, bindings = _device_release(), core.get_version().nccl_bindings.release
+        if ours != bindings:  # the communicator's layout differs between patches, as 2.32.3 and .4
+            text = _text(bindings)
             raise RuntimeError(
-                f"nccl4py is made for NCCL {_text(bindings)}, and the device library that kernels "
-                f"are linked with is of {_text(ours)}; pip install nvidia-nccl-cu12 or -cu13 "
-                f"{_text(bindings)}, or another nccl4py"
+                f"nccl4py asks for a device communicator of NCCL {text}, and the device library "
+                f"that kernels are linked with is of {_text(ours)}; pip install "
+                f"nvidia-nccl-cu12=={text} (-cu13 for CUDA 13), or the nccl4py of {_text(ours)}"
             )
         kinds, kind = core.NcclGinType, self._communicator.railed_gin_type
         if kind == kinds.NONE:
@@ -84,10 +85,11 @@ class NcclRail:
 
 
 def _device_release() -> tuple[int, ...]:
-    """Major and minor of the device library, by the header beside it. Raises ToolchainError."""
+    """Of the device library, by the header beside it. Raises ToolchainError without one."""
     header = link.find("nccl_device").parents[1] / "include" / "nccl.h"
     text = header.read_text(errors="replace")
-    found = [re.search(rf"#define NCCL_{part} (\d+)", text) for part in ("MAJOR", "MINOR")]
+    parts = "MAJOR", "MINOR", "PATCH"
+    found = [re.search(rf"#define NCCL_{part} (\d+)", text) for part in parts]
     if not all(found):
         raise RuntimeError(f"{header} tells no version; install NCCL's wheel again")
     return tuple(int(match[1]) for match in found)

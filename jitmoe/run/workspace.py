@@ -37,6 +37,7 @@ _WAITS = {
     20: "the tokens that rank {index} sends",
     21: "rank {index} to take sums",
     22: "the sums that rank {index} sends",
+    23: "the network to take what rank {index} puts (NCCL says {expected})",
 }
 
 

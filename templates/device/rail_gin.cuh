@@ -1,11 +1,11 @@
 // The rail by NCCL's GIN: the network card is told from here, and no host takes part (NCCL User Guide, "Device API -
 // GIN"). Functions are of libnccl_device.ltoir of NCCL 2.32 and later, which the linker adds; names, types and order
 // are theirs (nccl_device/gin.h, coop.h, core.h), for it is by them that symbols are found. Relies on types.cuh,
-// memory.cuh, barriers.cuh.
+// memory.cuh, check.cuh, barriers.cuh.
 //
 // They are called, not inlined, which has a price: ptxas ignores setmaxnreg then (C7506, an error to jit/), so roles of
-// such a kernel have equal registers. Their waits, for a place in the card's queue and in flush, have no budget; flush
-// ends when the host aborts the communicator.
+// such a kernel have equal registers. Where the card's queue is full, put and signal_add wait inside NCCL without a
+// budget.
 
 struct ncclDevComm;
 struct ncclWindow_vidmem;
@@ -22,6 +22,7 @@ struct ncclGin_C {
 };
 enum ncclGinSignalType { kSignalNone, kSignalAtAddress };
 enum ncclGinSignalOp_t { kSignalInc, kSignalAdd };
+enum ncclResult_t { kNcclSuccess };
 namespace cuda::std::inline __4 {
 enum thread_scope { kScopeSystem };
 enum class memory_order : u32 { kAcquire = 2 };
@@ -40,7 +41,8 @@ __device__ void ncclGinSignal_v3(ncclGin_C* gin, ncclTeam team, int peer, ncclGi
                                  ncclGinSignalOp_t op, GinWord operand, ncclCoopAny coop, bool has_descriptor,
                                  ncclGinDescriptorSmem* descriptor, cuda::std::thread_scope given,
                                  cuda::std::thread_scope required, u32 flags);
-__device__ void ncclGinFlush(ncclGin_C* gin, ncclCoopAny coop, cuda::std::memory_order order);
+__device__ ncclResult_t ncclGinFlushTimeout(ncclGin_C* gin, ncclCoopAny coop, cuda::std::memory_order order,
+                                            bool has_descriptor, ncclGinDescriptorSmem* descriptor, GinWord cycles);
 
 constexpr u32 kGinBackends = 0x3c;  // all that the library knows: proxy, GDAKI, GPI, EFA
 // What Params::rail_comm points at: jitmoe/run/nccl_rail.py writes it.
@@ -94,12 +96,18 @@ DEVICE void signal_add(const Params& p, u32 node, i64 at, u64 value) {
     sync_warp();
 }
 
-// Of all that its context put, other warps' too.
+// Of all that its context put, other warps' too. NCCL counts cycles of the SM's clock, of which there are 2,000 in a
+// microsecond at most: the budget may be longer than asked for.
+constexpr u32 kMaxCyclesPerUs = 2000;
+constexpr Wait kWaitRail = Wait(23);  // here, so that the text of kernels without a rail stays as it is
 DEVICE void flush(const Params& p) {
     sync_warp();
+    u32 result = kNcclSuccess;
     if (lane_idx() == 0) {
         Gin gin(p);
-        ncclGinFlush(&gin.net, gin.coop, cuda::std::memory_order::kAcquire);
+        result = ncclGinFlushTimeout(&gin.net, gin.coop, cuda::std::memory_order::kAcquire, false, nullptr,
+                                     GinWord(p.timeout_us) * kMaxCyclesPerUs);
+        if (result != kNcclSuccess) report_timeout(p, kWaitRail, p.rank, result);
     }
-    sync_warp();
+    if (__shfl_sync(kFullMask, result, 0) != kNcclSuccess) exit_thread();
 }

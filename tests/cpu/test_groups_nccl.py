@@ -104,7 +104,7 @@ def test_the_release_of_a_real_device_library():
         found = nccl_rail._device_release()
     except ToolchainError as error:
         pytest.skip(str(error))
-    assert found in [tuple(map(int, wheel.version.split(".")[:2])) for wheel in wheels]
+    assert ".".join(map(str, found)) in [wheel.version for wheel in wheels]
 
 
 def write(address: int, data: bytes) -> None:
@@ -246,7 +246,7 @@ def nodes(machine, monkeypatch, tmp_path):
     """The machine with two nodes of two ranks, and a device library of the bindings' version."""
     (tmp_path / "nccl" / "include").mkdir(parents=True)
     header = tmp_path / "nccl" / "include" / "nccl.h"
-    header.write_text("#define NCCL_MAJOR 2\n#define NCCL_MINOR 32\n#define NCCL_PATCH 5\n")
+    header.write_text("#define NCCL_MAJOR 2\n#define NCCL_MINOR 32\n#define NCCL_PATCH 3\n")
     library = tmp_path / "nccl" / "lib" / "libnccl_device.ltoir"
     monkeypatch.setattr(nccl_rail.link, "find", {"nccl_device": library}.__getitem__)
     machine.nodes = (2, 2)
@@ -311,9 +311,10 @@ def test_one_node_has_no_rail(machine):
             "RuntimeError: GIN is by EFA_GDA, whose signals do not wait",
         ),
         (
-            lambda machine: setattr(machine, "bindings", "2.31.1"),
-            "RuntimeError: nccl4py is made for NCCL 2.31, and the device library that kernels are "
-            "linked with is of 2.32; pip install",
+            lambda machine: setattr(machine, "bindings", "2.32.4"),
+            "RuntimeError: nccl4py asks for a device communicator of NCCL 2.32.4, and the device "
+            "library that kernels are linked with is of 2.32.3; pip install "
+            "nvidia-nccl-cu12==2.32.4 (-cu13 for CUDA 13), or the nccl4py of 2.32.3",
         ),
     ],
 )
