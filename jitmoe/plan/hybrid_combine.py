@@ -42,9 +42,9 @@ class HybridCombinePlan(HybridPlan, CombinePlan):
         sum need none.
         """
         if self.expert_rows:
-            return MAX_BLOCK_CHANNELS
+            return self.most_channels
         of_warp = self._row_buffer + _LEAST_SLOTS * _PIECE_BYTES
-        return min(MAX_BLOCK_CHANNELS, self._free_bytes // of_warp // 4 * 4)
+        return min(self.most_channels, self._free_bytes // of_warp // 2 * 2)
 
     @property
     def num_sum_warps(self) -> int:
@@ -63,8 +63,9 @@ class HybridCombinePlan(HybridPlan, CombinePlan):
         # 256 (DeepEP V2 has the same split). NCCL's functions forbid it: ptxas refuses setmaxnreg
         # beside calls (C7506).
         channels = self.block_channels
-        splits = not self.expert_rows and self.rail != "gin"
-        regs = (40, 216) if splits else (128, 128)
+        even = min(65536 // (64 * channels), 255) // 8 * 8
+        splits = channels in (4, 8) and not self.expert_rows and self.rail != "gin"
+        regs = (40, 216) if splits else (even, even)
         up = "sum rows here" if self.expert_rows else "TMA: rows"
         forward = "sum a node's rows, send them along the rail, then sum what came home"
         return (

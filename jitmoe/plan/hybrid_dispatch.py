@@ -29,7 +29,7 @@ class HybridDispatchPlan(HybridPlan, DispatchPlan):
     def block_channels(self) -> int:
         """As many as there are rows of two warps each in shared memory, and an even number."""
         fitting = self._free_bytes // (2 * self._row_buffer)
-        return max(0, min(MAX_BLOCK_CHANNELS, fitting) // 2 * 2)
+        return max(0, min(self.most_channels, fitting) // 2 * 2)
 
     @property
     def num_dispatch_warps(self) -> int:
