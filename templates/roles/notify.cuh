@@ -176,7 +176,7 @@ DEVICE void role_notify(const Params& p, Smem& smem, const Head& head) {
         tell_ready(p, smem);  // no counts: this launch may be written to
     }
     if (goes_on) {
-        if (warp == 0 && !ranks_tell(p, kWaitCounts, p.counts_ready_at, 0, kNumRanks)) abort_head(smem);
+        if (warp == 0 && !counts_came(p)) abort_head(smem);
         sync_notify();
         if (!p.is_cached && smem.first[kFirstAborted] == 0) {
             find_first_places(p, smem);
