@@ -29,6 +29,7 @@ DEVICE void role_scale_up(const Params& p, Smem& smem, const Head&) {
     }
     const u32 warp = warp_idx() - kScaleUpWarpBegin, num_batches = ceil_div(most, kBatchRows) * kNumRanks;
     RowMover mover{warp};
+    fence_async_global();  // behind wait_for_ranks: what the launch before left where rows go has been read
     for (u32 i = warp * num_blocks() + block_idx(); i < num_batches; i += kBlockChannels * num_blocks()) {
         const u32 source = (i + p.rank) % kNumRanks, end = p.source_starts[source + 1];
         const u32 first = p.source_starts[source] + i / kNumRanks * kBatchRows;
