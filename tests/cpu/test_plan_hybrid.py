@@ -62,16 +62,16 @@ def test_shared_memory_and_registers_are_used_up_at_most(format, layout, rail):
         for one in (plan, combine):
             one.check(H200)
             assert one.smem.num_bytes <= HOPPER_SMEM_BYTES
-            assert sum(32 * role.warps * role.regs for role in one.roles) <= 65536
+            assert sum(32 * role.num_warps * role.num_regs for role in one.roles) <= 65536
             assert 2 <= one.block_channels <= MAX_BLOCK_CHANNELS and one.block_channels % 2 == 0
         assert isinstance(plan, HybridDispatchPlan) and isinstance(combine, HybridCombinePlan)
         up, forward = combine.roles
-        split = (up.regs, forward.regs)
+        split = (up.num_regs, forward.num_regs)
         assert split == ((40, 216) if layout == "tokens" else (168, 168))
-        assert up.warps == forward.warps == combine.block_channels
+        assert up.num_warps == forward.num_warps == combine.block_channels
         assert ("buffers" in combine.smem.offsets) == (layout == "tokens")
         assert ("rail_queue" in combine.smem.offsets) == (rail == "delayed")
-    assert PLAN.block_channels == combine_of(PLAN).block_channels == MAX_BLOCK_CHANNELS
+    assert (PLAN.block_channels, combine_of(PLAN).block_channels) == (6, MAX_BLOCK_CHANNELS)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
