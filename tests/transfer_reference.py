@@ -7,6 +7,7 @@ import numpy as np
 from jitmoe import fp8, reference
 from jitmoe.plan.dispatch import DispatchPlan
 from jitmoe.plan.gpu import GPUS
+from jitmoe.plan.transfer_pairs import dispatch_plan
 
 LAYOUTS = {
     "tokens": {},
@@ -17,7 +18,7 @@ LAYOUTS = {
 
 
 def make_plan(num_ranks=3, hidden=512, num_experts=4, top_k=4, **fields) -> DispatchPlan:
-    plan = DispatchPlan("sm_90a", hidden, num_experts, top_k, num_ranks, **fields)
+    plan = dispatch_plan("sm_90a", hidden, num_experts, top_k, num_ranks, **fields)
     plan.check(GPUS["h200"])
     return plan
 

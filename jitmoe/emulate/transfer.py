@@ -248,10 +248,12 @@ class EmulatedTransfer:
             # The network card's; the kernel itself finds null where it must not reach.
             peers = {8 * node: node * size + place for node in range(plan.num_nodes)}
             arrays["rail_peers"] = _table(plan.num_nodes, peers)
+            of_launch = plan.channel_tokens(self.rank_tokens, self.num_blocks)
             scalars |= {
                 "rank_capacity": self.rank_tokens,
                 "rank_tokens": self.rank_tokens,
-                "channel_tokens": sent.channel_tokens,
+                # A combine has those of its dispatch, a dispatch its own whatever its places are.
+                "channel_tokens": of_launch if which == 0 else sent.channel_tokens,
             }
         arrays["peers"] = _table(plan.num_ranks, {8 * rank: rank for rank in reached})
         return Rank(arrays, scalars, {}, self.num_blocks, stream=number)

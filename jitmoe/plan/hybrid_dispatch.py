@@ -27,9 +27,12 @@ class HybridDispatchPlan(HybridPlan, DispatchPlan):
 
     @property
     def block_channels(self) -> int:
-        """As many as there are rows of two warps each in shared memory, and an even number."""
+        """As many as there are rows of two warps each in shared memory, and an even number; fewer for
+        the delayed rail, which takes more registers.
+        """
         fitting = self._free_bytes // (2 * self._row_buffer)
-        return max(0, min(self.most_channels, fitting) // 2 * 2)
+        most = MAX_BLOCK_CHANNELS - 2 if self.rail == "delayed" else self.most_channels
+        return max(0, min(most, fitting) // 2 * 2)
 
     @property
     def num_dispatch_warps(self) -> int:

@@ -48,15 +48,16 @@ DEVICE void report_timeout(const Params& p, Wait what, u32 index, u32 expected) 
 }
 
 // Polls until `poll()` is true; false if the budget is spent. `index`, which polls may change, and `expected` go to the
-// message.
-template <typename Poll>
+// message. With kTogether a whole warp, whose lanes all get the same of `poll()`, gives up as one.
+template <bool kTogether = false, typename Poll>
 DEVICE bool poll_in_time(const Params& p, Wait what, const u32& index, u32 expected, Poll poll) {
     trace_begin(p, kEventWait + what, index, expected);
     const u32 start = global_timer_us();
     for (u32 polls = 1; !poll(); ++polls) {
         if (polls % 128 != 0) continue;
         const bool expired = global_timer_us() - start > p.timeout_us;
-        if (!expired && load_relaxed_gpu(p.header + kHeaderAbort) == 0) continue;
+        const bool gives_up = expired || load_relaxed_gpu(p.header + kHeaderAbort) != 0;
+        if (kTogether ? __ballot_sync(kFullMask, gives_up) == 0 : !gives_up) continue;
         report_timeout(p, what, index, expected);
         return false;
     }
@@ -64,13 +65,13 @@ DEVICE bool poll_in_time(const Params& p, Wait what, const u32& index, u32 expec
     return true;
 }
 
-template <typename Poll>
+template <bool kTogether = false, typename Poll>
 DEVICE void poll_until(const Params& p, Wait what, const u32& index, u32 expected, Poll poll) {
-    if (!poll_in_time(p, what, index, expected, poll)) exit_thread();
+    if (!poll_in_time<kTogether>(p, what, index, expected, poll)) exit_thread();
 }
 
 // The same after a first look, which mostly is enough.
-template <typename Poll>
+template <bool kTogether = false, typename Poll>
 DEVICE void wait_until(const Params& p, Wait what, const u32& index, u32 expected, Poll poll) {
-    if (!poll()) poll_until(p, what, index, expected, poll);
+    if (!poll()) poll_until<kTogether>(p, what, index, expected, poll);
 }

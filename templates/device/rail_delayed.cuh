@@ -32,6 +32,7 @@ DEVICE void carry_out_puts(const Params& p, u32 node) {
     sync_warp();
     const u32 num = queue->x;
     bool has_paused = false;
+#pragma unroll 1
     for (u32 i = num; i > 0; --i) {
         const uint4 noted = queue[i];
         if (node != kAllNodes && noted.w != node) continue;
@@ -41,6 +42,7 @@ DEVICE void carry_out_puts(const Params& p, u32 node) {
         if (lane_idx() == 0) queue[i].z = 0;
         const uint4* const source = reinterpret_cast<const uint4*>(p.peers[p.rank]) + noted.y;
         uint4* const target = reinterpret_cast<uint4*>(p.rail_peers[noted.w]) + noted.x;
+#pragma unroll 1
         for (u32 at = lane_idx(); at < noted.z / 16; at += kWarpThreads) target[at] = source[at];
     }
     sync_warp();

@@ -7,7 +7,7 @@ template <typename Work>
 DEVICE void for_each_arrived(const Params& p, bool waits, u32 ranks, u32* arrived, Work work) {
     while (__ballot_sync(kFullMask, waits) != 0) {
         u32 ready = 0, owing = p.rank;
-        wait_until(p, kWaitMates, owing, launch_number() + 1, [&] {
+        wait_until<true>(p, kWaitMates, owing, launch_number() + 1, [&] {
             const u32 missing = waits ? ranks & ~load_acquire_sys(arrived) : 0;
             ready = __ballot_sync(kFullMask, waits && missing == 0);
             const u32 late = __ballot_sync(kFullMask, missing != 0);

@@ -54,7 +54,7 @@ DEVICE u32 wait_for_slots(const Params& p, u32 token) {
     const u32 expert = lane < kTopK ? pair_experts(p, p.rank)[first_pair + lane] : kUnused;
     const u32* done = symmetric<u32>(p, p.rank, p.expert_done_at);
     u32 owing = 0;
-    wait_until(p, kWaitExpert, owing, launch_number() + 1, [&] {
+    wait_until<true>(p, kWaitExpert, owing, launch_number() + 1, [&] {
         const u32 unset = __ballot_sync(kFullMask, expert != kUnused && !is_set(done + expert));
         if (unset != 0) owing = __shfl_sync(kFullMask, expert, __ffs(unset) - 1);
         return unset == 0;

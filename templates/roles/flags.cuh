@@ -34,7 +34,7 @@ DEVICE bool ranks_tell(const Params& p, Wait what, i64 at, u32 begin, u32 end) {
     const u32* flags = symmetric<u32>(p, p.rank, at);
     for (u32 first = begin; first < end; first += kWarpThreads) {
         u32 owing = first;
-        const bool in_time = poll_in_time(p, what, owing, launch_number() + 1, [&] {
+        const bool in_time = poll_in_time<true>(p, what, owing, launch_number() + 1, [&] {
             const u32 rank = first + lane_idx();
             const u32 unset = __ballot_sync(kFullMask, rank < end && !is_set(flags + rank));
             if (unset != 0) owing = first + __ffs(unset) - 1;

@@ -58,8 +58,9 @@ DEVICE void role_forward(const Params& p, Smem& smem, const Head&) {
     if (channel >= num_channels(p)) return;
     const u32 warp = kBlockChannels + in_block, lane = lane_idx(), first_slot = channel * p.channel_tokens;
     RowRing ring;
-    u64 seen = 0;   // lane n: the tail of node n
-    u32 taken = 0;  // and how many of its messages went on
+    wait_for_places(smem);  // no message comes before; whoever is lost by then, the notify warps have named
+    u64 seen = 0;           // lane n: the tail of node n
+    u32 taken = 0;          // and how many of its messages went on
     bool open = lane < kNumNodes;
     for (u32 node = own_node(p);;) {
         u32 ready = 0, left = 0, owing = p.rank;
@@ -70,7 +71,7 @@ DEVICE void role_forward(const Params& p, Smem& smem, const Head&) {
             if (left != 0) owing = rail_rank(p, __ffs(left) - 1);
             return ready != 0 || left == 0;
         };
-        wait_until(p, kWaitMessages, owing, launch_number() + 1, poll);
+        wait_until<true>(p, kWaitMessages, owing, launch_number() + 1, poll);
         if (ready == 0) break;
         const u32 after = ready & ~((2u << node) - 1);
         node = __ffs(after != 0 ? after : ready) - 1;  // in turn

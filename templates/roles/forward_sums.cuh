@@ -33,7 +33,7 @@ DEVICE bool take_listed(const Params& p, Smem& smem, Summer& summer, u32 node, u
 DEVICE void wait_for_sums(const Params& p, u32 channel) {
     const u32 lane = lane_idx();
     u32 owing = p.rank;
-    wait_until(p, kWaitHome, owing, launch_number() + 1, [&] {
+    wait_until<true>(p, kWaitHome, owing, launch_number() + 1, [&] {
         const bool comes = lane < kNumNodes && load_acquire_sys(tail(p, lane, channel)) == 0;
         const u32 coming = __ballot_sync(kFullMask, comes);
         if (coming != 0) owing = rail_rank(p, __ffs(coming) - 1);
@@ -50,8 +50,8 @@ DEVICE void role_forward_sums(const Params& p, Smem& smem, const Head&) {
     const u32 step = num_blocks() * kBlockChannels, channels = num_channels(p);
     for (u32 node = 0; node < kNumNodes; ++node) {
         const u32 rank = rail_rank(p, node);
-        if (node != own_node(p))
-            wait_until(p, kWaitRail, rank, launch_number() + 1, [&] { return rail_entered(p, node); });
+        const auto entered = [&] { return __ballot_sync(kFullMask, !rail_entered(p, node)) == 0; };
+        if (node != own_node(p)) wait_until<true>(p, kWaitRail, rank, launch_number() + 1, entered);
     }
     for (u32 channel = begin; channel < channels; channel += step) {
         const u32 first = channel * p.channel_tokens, end = min_of(first + p.channel_tokens, p.rank_tokens);

@@ -163,7 +163,10 @@ DEVICE void tell_host(const Params& p, const u32* totals) {
 
 DEVICE void role_notify(const Params& p, Smem& smem, const Head& head) {
     const u32 warp = warp_idx();
-    const Chunk part = part_of_warp(chunk_of_block(p), warp);
+    const Chunk chunk = chunk_of_block(p), part = part_of_warp(chunk, warp);
+    // Else nothing is to be numbered here. Nor may the counts be read then: ranks of other nodes wait for what this CTA
+    // sends before they tell those of the next launch.
+    const bool numbers = chunk.begin < chunk.end || block_idx() == 0;
     u32* counts = smem.counts[warp];
     bool goes_on = true;
     if (!p.is_cached) {
@@ -176,9 +179,9 @@ DEVICE void role_notify(const Params& p, Smem& smem, const Head& head) {
         tell_ready(p, smem);  // no counts: this launch may be written to
     }
     if (goes_on) {
-        if (warp == 0 && !ranks_tell(p, kWaitCounts, p.counts_ready_at, 0, kNumRanks)) abort_head(smem);
+        if (warp == 0 && !counts_came(p)) abort_head(smem);
         sync_notify();
-        if (!p.is_cached && smem.first[kFirstAborted] == 0) {
+        if (numbers && !p.is_cached && smem.first[kFirstAborted] == 0) {
             find_first_places(p, smem);
             if (block_idx() == 0 && thread_idx() == 0) tell_host(p, smem.totals);
             if (block_idx() == 0 && warp == 1) note_sources(p);

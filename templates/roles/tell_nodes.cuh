@@ -8,9 +8,8 @@ DEVICE void tell_total(const Params& p, u32 column, u32 total) {
 // ranks_tell.
 DEVICE bool pass_on(const Params& p, u32 node) {
     const u32 rank = rail_rank(p, node);
-    const auto came = [&] { return rail_entered(p, node); };
-    if (!came() && !poll_in_time(p, kWaitRail, rank, launch_number() + 1, came)) return false;
-    sync_warp();  // every lane has acquired them
+    const auto came = [&] { return __ballot_sync(kFullMask, !rail_entered(p, node)) == 0; };
+    if (!came() && !poll_in_time<true>(p, kWaitRail, rank, launch_number() + 1, came)) return false;
     if (!p.is_cached) {
         const u32* counts = counts_of(p, p.rank, rank);
         for (u32 c = lane_idx(); c < kNumColumns; c += kWarpThreads) {
@@ -39,6 +38,12 @@ DEVICE void tell_ready(const Params& p, Smem& smem) {
         if (node != own_node(p) && !pass_on(p, node)) return abort_head(smem);
     }
     flush(p);
+}
+
+// Until the counts of all ranks are here, or false. One whole warp. Those of this node first: they have not passed on
+// what comes by them, if they are lost.
+DEVICE bool counts_came(const Params& p) {
+    return all_tell(p, kWaitCounts, p.counts_ready_at) && ranks_tell(p, kWaitCounts, p.counts_ready_at, 0, kNumRanks);
 }
 
 // Which tokens here came from which rank: combine takes them in turn. One whole warp, behind ranks_tell.

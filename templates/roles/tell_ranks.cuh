@@ -9,5 +9,8 @@ DEVICE void tell_ready(const Params& p, Smem&) {
     if (warp_idx() == 0) signal_ranks(p, p.counts_ready_at + p.rank * 4);
 }
 
+// Until the counts of all ranks are here, or false. One whole warp.
+DEVICE bool counts_came(const Params& p) { return all_tell(p, kWaitCounts, p.counts_ready_at); }
+
 // Nobody asks which tokens came from which rank.
 DEVICE void note_sources(const Params&) {}

@@ -81,7 +81,8 @@ static std::vector<Fiber*> ready;
 static std::priority_queue<Event> events;
 static u64 num_events, progress_at_retry = ~0ull;
 static u64 progress_seen, quiet_since;
-constexpr u64 kQuietSteps = 1 << 14, kStallSteps = 1 << 21;
+// Once the clock runs out, waits look at it in every 128th of their polls, among all that polls without a clock.
+constexpr u64 kQuietSteps = 1 << 14, kStallSteps = 1 << 21, kExpiringSteps = 1 << 24;
 static void* main_stack_pointer;
 static void (*kernel)(const void*);
 
@@ -230,7 +231,7 @@ static Fiber* pick() {
         machine.step += 1;
         if (machine.step >= machine.killed_at) kill_stream();
         const u64 quiet = quiet_steps();
-        if (quiet > kStallSteps) {
+        if (quiet > (machine.expired ? kExpiringSteps : kStallSteps)) {
             stall(true);
             quiet_since = machine.step;
         }
