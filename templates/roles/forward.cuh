@@ -67,7 +67,7 @@ DEVICE void role_forward(const Params& p, Smem& smem, const Head&) {
         const auto poll = [&] {
             if (open) seen = load_acquire_sys(tail(p, lane, channel));
             ready = __ballot_sync(kFullMask, open && u32(seen) > taken);
-            left = __ballot_sync(kFullMask, open && seen >> kEndShift == 0);
+            left = __ballot_sync(kFullMask, open && seen >> kEndShift != taken + 1);
             if (left != 0) owing = rail_rank(p, __ffs(left) - 1);
             return ready != 0 || left == 0;
         };

@@ -19,12 +19,14 @@ DEVICE void write_message(const Params& p, Smem& smem, u32 warp, u32 token, uint
     words[kMessageWeights + lane_idx()] = sent.weight;
 }
 
-// Messages since the last time, of which lane n has the number to node n, and whether that is all.
-DEVICE void tell_tails(const Params& p, u32 channel, u32 num_new, bool is_end) {
+// Messages, of which lane n has the number to node n, and the number at the last time; and whether that is all. The rail
+// may bring such news in any order.
+DEVICE void tell_tails(const Params& p, u32 channel, u32 num_sent, u32 num_told, bool is_end) {
     fence_async_global();  // pairs with forward_message
     for (u32 node = 0; node < kNumNodes; ++node) {
-        const u64 value = __shfl_sync(kFullMask, num_new, node) | u64(is_end) << kEndShift;
-        if (value != 0) add_tail(p, node, channel, value);
+        const u32 num_new = __shfl_sync(kFullMask, num_sent - num_told, node);
+        const u64 end = is_end ? __shfl_sync(kFullMask, num_sent, node) + 1 : 0;
+        if (num_new != 0 || is_end) add_tail(p, node, channel, num_new | end << kEndShift);
     }
 }
 
@@ -58,9 +60,9 @@ DEVICE void role_scale_out(const Params& p, Smem& smem, const Head&) {
         }
         num_sent += nodes >> lane & 1;
         if ((token - chunk.begin + 1) % kTailMessages != 0) continue;
-        tell_tails(p, channel, num_sent - num_told, false);
+        tell_tails(p, channel, num_sent, num_told, false);
         num_told = num_sent;
     }
-    tell_tails(p, channel, num_sent - num_told, true);
+    tell_tails(p, channel, num_sent, num_told, true);
     flush(p);
 }
