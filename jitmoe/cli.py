@@ -41,7 +41,16 @@ from jitmoe.cli_layer import (
     shares,
     title,
 )
-from jitmoe.cli_show import Kernel, Layout, ShowFormat, ShowRanks, check_options, transfer_plan
+from jitmoe.cli_show import (
+    Kernel,
+    Layout,
+    Nodes,
+    ShowFormat,
+    ShowRail,
+    ShowRanks,
+    check_options,
+    transfer_plan,
+)
 from jitmoe.cli_trace import trace
 from jitmoe.cli_tune import tune
 
@@ -191,6 +200,8 @@ def show(
     bias: Bias = False,
     tokens: TokenCount = 32,
     ranks: ShowRanks = 8,
+    nodes: Nodes = 2,
+    rail: ShowRail = "memory",
     layout: Layout = "tokens",
     gpu: Gpu = None,
     plain: Annotated[bool, typer.Option(help="Without colours.")] = False,
@@ -207,7 +218,8 @@ def show(
         found = choose(shape.problem(tokens, ep, format), spec, **fields).plan
     else:
         sizes = hidden, experts, top_k
-        found = transfer_plan(kernel, model, config, *sizes, ranks, layout, format, spec)
+        of_ranks = ranks, nodes, rail
+        found = transfer_plan(kernel, model, config, *sizes, *of_ranks, layout, format, spec)
     text = render(found)
     if plain or not sys.stdout.isatty():
         typer.echo(text, nl=False)

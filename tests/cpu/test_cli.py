@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -160,6 +161,8 @@ def test_a_preset_brings_its_layer():
         (["mega-moe"], ("load", "schedule", "gather", "deliver", "math")),
         (["dispatch"], ("notify", "dispatch")),
         (["combine"], ("reduce",)),
+        (["hybrid-dispatch"], ("notify", "scale_out", "forward")),
+        (["hybrid-combine"], ("scale_up", "forward_sums")),
     ],
     ids=str,
 )
@@ -168,8 +171,7 @@ def test_show_of_each_kernel(kernel, roles):
     text = invoke("show", *kernel, "--model", "qwen3-30b-a3b", "--plain").stdout
     name = "".join(kernel or ["mega-moe"]).replace("-", "_")
     assert text.startswith(f"// {name} for sm_90a, plan ")
-    table = text.split("//   role ")[1].split("\n//\n")[0].splitlines()[1:]
-    assert [line.split()[1] for line in table] == list(roles)
+    assert list(roles_of(text)) == list(roles)
     assert f" {name}(const __grid_constant__ " in text
 
 
@@ -201,7 +203,64 @@ def test_show_of_dispatch_and_combine():
     assert "mega-moe has no --layout;" in refusal("show", *SMALL, "--layout", "tokens")
     text = refusal("show", "mega-moe", *SMALL, "--ranks", "8", "--layout", "experts")
     assert "mega-moe has no --ranks and no --layout;" in text
-    assert "got 'megamoe'; take" in refusal("show", "megamoe", *SMALL)
+    text = refusal("show", "megamoe", *SMALL)
+    assert "dispatch, combine, hybrid-dispatch or hybrid-combine, got 'megamoe'; take" in text
+
+
+def roles_of(text):
+    """Role -> (warps, registers), by the table at the top of a kernel."""
+    table = text.split("//   role ")[1].split("\n//\n")[0].splitlines()[1:]
+    found = {}
+    for _, name, warps, regs, *_ in map(str.split, table):
+        first, last = map(int, warps.split(".."))
+        found[name] = (last - first + 1, int(regs))
+    return found
+
+
+@pytest.mark.parametrize(
+    "kernel, options, roles",
+    [
+        ("dispatch", [], {"notify": (4, 128), "scale_out": (6, 128), "forward": (6, 128)}),
+        # A channel is a warp of either role: 8 of a block, which is as many as copy and as sum.
+        ("combine", [], {"scale_up": (8, 40), "forward_sums": (8, 216)}),
+        ("combine", ["--layout", "experts"], {"scale_up": (8, 128), "forward_sums": (8, 128)}),
+        ("combine", ["--rail", "gin"], {"scale_up": (6, 168), "forward_sums": (6, 168)}),
+        ("combine", ["--rail", "delayed"], {"scale_up": (8, 40), "forward_sums": (8, 216)}),
+    ],
+    ids=str,
+)
+def test_show_between_nodes(kernel, options, roles):
+    """Roles, their registers and channels, and the transport that is asked for."""
+    rail = options[1] if "--rail" in options else "memory"
+    sizes = ["--model", "deepseek-v3", "--ranks", "16"]
+    text = invoke("show", f"hybrid-{kernel}", *sizes, *options, "--plain").stdout
+    assert roles_of(text) == roles
+    for fact in ("num_ranks = 16", "num_nodes = 2", f"rail = {rail}", "num_experts = 16"):
+        assert f"//   {fact}\n" in text
+    channels = next(warps for name, (warps, _) in roles.items() if name.startswith("forward"))
+    assert f"kBlockChannels = {channels};" in text and "kNodeRanks = 8;" in text
+    pasted = re.findall(r"==== device/(rail_\w+)\.cuh ====", text)
+    assert pasted == [f"rail_{rail}"]
+
+
+def test_show_takes_as_many_nodes_as_divide_the_ranks():
+    sizes = ["--hidden", "512", "--experts", "24", "--top-k", "2"]
+    for kernel in ("hybrid-dispatch", "hybrid-combine"):
+        text = invoke("show", kernel, *sizes, "--ranks", "12", "--nodes", "4", "--plain").stdout
+        assert "//   num_nodes = 4\n" in text and "kNodeRanks = 3;" in text
+        for nodes in ("0", "1", "5", "33"):
+            text = refusal("show", kernel, *sizes, "--nodes", nodes)
+            assert f"--nodes must be 2 to 32 and divide the 8 --ranks, got {nodes}; for one" in text
+            assert text.endswith(f"for one node take {kernel.removeprefix('hybrid-')}\n")
+        text = refusal("show", kernel, *sizes, "--rail", "nvlink")
+        assert "--rail must be memory, delayed, gin, got 'nvlink'; take" in text
+        text = refusal("show", kernel, *sizes, "--ep", "8")
+        assert f"{kernel} has no --ep, but" in text and "--ranks, --nodes, --rail, --layout" in text
+    for kernel in ("dispatch", "combine"):
+        text = refusal("show", kernel, *sizes, "--nodes", "2", "--rail", "gin")
+        assert f"{kernel} has no --nodes, --rail, but" in text and "--ranks, --layout" in text
+    text = refusal("show", *SMALL, "--nodes", "2", "--rail", "memory")
+    assert "mega-moe has no --nodes and no --rail;" in text
 
 
 def test_plan_says_what_was_decided():
