@@ -1,11 +1,17 @@
 """A layer in three steps: dispatch, experts of one's own, combine; beside mega_moe, which is all
 three in one launch.
 
-    python examples/13_dispatch_combine.py
+    python examples/13_dispatch_combine.py [--nodes 2]
 
 On a Hopper GPU four virtual ranks share the experts (LocalGroup) and these run in CuPy. Without
 one, the kernels of four ranks are emulated on this CPU and the experts run in NumPy.
+
+With --nodes the ranks are on as many nodes: tokens and sums go between these along a rail, which is
+memory on the GPU and a network card in the emulator. mega_moe has no nodes: it runs on as many
+ranks of one.
 """
+
+import argparse
 
 import numpy as np
 
@@ -29,7 +35,7 @@ def mlp(rows, starts, counts, w13, w2, xp=np):
     return y
 
 
-def on_a_gpu(w13, w2, calls):
+def on_a_gpu(nodes, w13, w2, calls):
     import cupy
 
     from jitmoe import ExpertWeights, LocalGroup, combine, dispatch, mega_moe
@@ -37,7 +43,7 @@ def on_a_gpu(w13, w2, calls):
     w13, w2 = ([cupy.asarray(share) for share in shares] for shares in (w13, w2))
     # Arguments are lists, an item a rank, and so is what comes.
     x, ids, router = ([cupy.asarray(part) for part in parts] for parts in zip(*calls, strict=True))
-    with LocalGroup(RANKS) as group:
+    with LocalGroup(RANKS, nodes=nodes) as group, LocalGroup(RANKS) as one_node:
         here = dispatch(
             x,
             ids,
@@ -54,21 +60,21 @@ def on_a_gpu(w13, w2, calls):
             rows.append(mlp(of.x.view(cupy.uint16), starts, counts, *weights, cupy))
         apart = combine(rows, [of.handle for of in here], group=group)
         weights = [ExpertWeights(*share) for share in zip(w13, w2, strict=True)]
-        whole = mega_moe(x, ids, router, weights, group=group)
+        whole = mega_moe(x, ids, router, weights, group=one_node)
         return [[cupy.asnumpy(y.view(cupy.uint16)) for y in ys] for ys in (apart, whole)]
 
 
-def emulated(w13, w2, calls):
+def emulated(nodes, w13, w2, calls):
     from jitmoe import MoeProblem
     from jitmoe.emulate.ranks import EmulatedRanks
     from jitmoe.emulate.transfer import EmulatedTransfer
-    from jitmoe.plan.dispatch import DispatchPlan
     from jitmoe.plan.gpu import gpu_spec
     from jitmoe.plan.heuristics import choose
+    from jitmoe.plan.transfer_pairs import dispatch_plan
 
     gpu, local, most = gpu_spec("h200"), EXPERTS // RANKS, max(COUNTS)
-    ways = {"expert_rows": True, "alignment": ALIGNMENT}
-    transfer = EmulatedTransfer(DispatchPlan(gpu.arch, HIDDEN, local, TOP_K, RANKS, **ways), most)
+    ways = {"expert_rows": True, "alignment": ALIGNMENT, "num_nodes": nodes, "rail": "gin"}
+    transfer = EmulatedTransfer(dispatch_plan(gpu.arch, HIDDEN, local, TOP_K, RANKS, **ways), most)
     here = transfer.dispatch(calls)
     rows = []
     for rank, (of, *weights) in enumerate(zip(here, w13, w2, strict=True)):
@@ -80,6 +86,9 @@ def emulated(w13, w2, calls):
     return apart, EmulatedRanks(choose(of_rank, gpu, num_ranks=RANKS), layers, most)(calls)
 
 
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser.add_argument("--nodes", type=int, choices=(1, 2, 4), default=1, help=f"of {RANKS} ranks")
+nodes = parser.parse_args().nodes
 layer = reference.random_layer(EXPERTS, HIDDEN, INTERMEDIATE, seed=0, format="bf16")
 tokens = [
     reference.random_tokens(count, HIDDEN, EXPERTS, TOP_K, seed=1 + rank)
@@ -87,9 +96,10 @@ tokens = [
 ]
 calls = [(fp8.encode_bf16(of.x), of.topk_ids, of.topk_weights) for of in tokens]
 is_here = num_devices() > 0
-print("on a GPU" if is_here else "no GPU here: emulated on this CPU")
+where = "on a GPU" if is_here else "no GPU here: emulated on this CPU"
+print(where if nodes == 1 else f"{where}, {nodes} nodes")
 shares = (np.split(part, RANKS) for part in (layer.w13, layer.w2))
-results = (on_a_gpu if is_here else emulated)(*shares, calls)
+results = (on_a_gpu if is_here else emulated)(nodes, *shares, calls)
 for rank, (apart, whole) in enumerate(zip(*results, strict=True)):
     error = reference.relative_error(apart, whole)
     print(f"rank {rank} of {RANKS}: {len(apart)} tokens, relative error {error:.1e}")

@@ -45,10 +45,19 @@ def test_shared_expert():
     assert "6 routed experts and one shared" in run(ROOT / "examples/07_shared_expert.py")
 
 
-@pytest.mark.parametrize("name", ["09_many_ranks", "13_dispatch_combine"])
-def test_ranks(name):
-    lines = run(ROOT / f"examples/{name}.py", CUDA_VISIBLE_DEVICES="").splitlines()
-    assert lines[0] == "no GPU here: emulated on this CPU"
+@pytest.mark.parametrize(
+    "name, options, where",
+    [
+        ("09_many_ranks", [], ""),
+        ("13_dispatch_combine", [], ""),
+        ("13_dispatch_combine", ["--nodes", "2"], ", 2 nodes"),
+        ("13_dispatch_combine", ["--nodes", "4"], ", 4 nodes"),
+    ],
+    ids=str,
+)
+def test_ranks(name, options, where):
+    lines = run(ROOT / f"examples/{name}.py", *options, CUDA_VISIBLE_DEVICES="").splitlines()
+    assert lines[0] == f"no GPU here: emulated on this CPU{where}"
     counts = [re.match(r"rank (\d) of 4: (\d+) tokens, relative error \d", x) for x in lines[1:]]
     assert [count.groups() for count in counts] == [
         *zip("0123", ("9", "3", "0", "24"), strict=True)
