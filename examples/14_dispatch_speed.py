@@ -1,12 +1,22 @@
 """Times of dispatch and combine between virtual ranks, beside a plain copy on the same GPU.
 
-    python examples/14_dispatch_speed.py [--tokens 4096] [--sms 4 8 16] [--out speed.jsonl]
+    python examples/14_dispatch_speed.py [--tokens 4096] [--nodes 2] [--sms 4 8 16] [--out a.jsonl]
 
 All ranks are on one GPU (LocalGroup), so that bytes go through its memory and not over links. A
 sample is a replay of one call as a CUDA graph; few tokens stay in the L2 cache from one to the
 next. Bytes are those that must move: dispatch reads every token once and writes every row that
 came; combine reads every row and every partial sum, and writes every partial sum and y. Without a
 GPU it says so and stops.
+
+With --nodes the ranks are on as many virtual nodes, and the rail between them is memory, too: no
+network is timed. `bytes_read`, `bytes_written` and what follows from them stay those above, as of
+ranks that all reach each other, so that rows compare by their time. `bytes_moved` is what the
+kernels read and write together. A dispatch between nodes reads every token and writes it to a
+message; reads and writes that once for each other node which the token goes to; and reads the row
+once on each node and writes it to all places there. A combine reads every row and writes a sum of
+each rank; reads those of a node and writes one; reads and writes that once more if it goes to
+another node; then reads the nodes' sums and writes y. What is put so is `bytes_put`. Counted are
+rows with their scales, and messages whole where they are put (jitmoe/bench/transfer_bytes.py).
 """
 
 import argparse
@@ -25,6 +35,7 @@ if num_devices() == 0:
 import cupy  # noqa: E402
 
 from jitmoe import GroupWorkspace, LocalGroup, combine, dispatch, fp8, reference  # noqa: E402
+from jitmoe.bench import transfer_bytes  # noqa: E402
 from jitmoe.bench.times import Times, summary  # noqa: E402
 
 KINDS = [(layout, format) for layout in ("tokens", "experts") for format in ("bf16", "fp8")]
@@ -73,18 +84,18 @@ def copy_gbps(stream) -> float:
 
 
 def measured(tokens, options, layout, format, num_sms, shared):
-    """(kernel, times, bytes read, bytes written) of a dispatch and of the combine behind it."""
+    """(kernel, times, Bytes that must move, Bytes that the kernel moves) of a dispatch and of the
+    combine behind it.
+    """
     x, ids, weights = tokens
-    stream, hidden = shared["stream"], options.hidden
+    stream = shared["stream"]
     how = {"num_experts": options.experts, "layout": layout, "format": format, "num_sms": num_sms}
     spent, here = replayed(lambda: dispatch(x, ids, weights, **how, **shared), stream)
-    num_sums = sum(int(of.num_received.get()[0]) for of in here)  # of a token on a rank
-    num_rows = num_sums
-    if layout == "experts":  # not num_received[1], which counts the gaps between experts too
-        num_rows = sum(int(of.expert_counts.get().sum()) for of in here)
-    row_bytes = 2 * hidden if format == "bf16" else hidden + hidden // 128 * 4
-    y_bytes = 2 * hidden * options.ranks * options.tokens
-    yield "dispatch", spent, y_bytes, num_rows * row_bytes
+    plan = here[0].handle.plan
+    traffic = transfer_bytes.count(plan, ids, xp=cupy)
+    assert traffic.sums == sum(int(of.num_received.get()[0]) for of in here)
+    plain = transfer_bytes.plain_dispatch(plan, traffic)
+    yield "dispatch", spent, plain, transfer_bytes.dispatch(plan, traffic)
 
     came = (of.x[0] if format == "fp8" else of.x for of in here)
     y = [own[cupy.arange(len(of)) % len(own)] for own, of in zip(x, came, strict=True)]
@@ -92,8 +103,8 @@ def measured(tokens, options, layout, format, num_sms, shared):
     handles = [of.handle for of in here]
     cupy.cuda.Device().synchronize()
     spent, _ = replayed(lambda: combine(y, handles, out=out, num_sms=num_sms, **shared), stream)
-    sums_bytes = 2 * hidden * num_sums
-    yield "combine", spent, 2 * hidden * num_rows + sums_bytes, sums_bytes + y_bytes
+    plain = transfer_bytes.plain_combine(plan, traffic)
+    yield "combine", spent, plain, transfer_bytes.combine(plan, traffic)
 
 
 def measurements(options, gpu):
@@ -108,20 +119,22 @@ def measurements(options, gpu):
     tokens = [fp8.encode_bf16(own, cupy) for own in x], ids, weights
     del x, of_ranks
     cupy.cuda.Device().synchronize()
-    with LocalGroup(options.ranks) as group:
+    with LocalGroup(options.ranks, nodes=options.nodes) as group:
         for layout, format in KINDS:
             workspace = GroupWorkspace(group)
             shared = {"group": group, "workspace": workspace, "stream": stream}
             for num_sms in options.sms or [gpu.num_sms // options.ranks]:
-                for kernel, spent, read, written in measured(
+                for kernel, spent, plain, kernel_bytes in measured(
                     tokens, options, layout, format, num_sms, shared
                 ):
-                    gbps = (read + written) / spent.median / 1e3
+                    gbps = plain.moved / spent.median / 1e3
                     yield {
                         "kernel": kernel,
                         "layout": layout,
                         "format": format,
                         "num_ranks": options.ranks,
+                        "num_nodes": options.nodes,
+                        "rail": group.rail if options.nodes > 1 else None,
                         "num_tokens": options.tokens,
                         "hidden": options.hidden,
                         "top_k": options.top_k,
@@ -130,12 +143,14 @@ def measurements(options, gpu):
                         "us_median": round(spent.median, 2),
                         "us_p10": round(spent.p10, 2),
                         "us_p90": round(spent.p90, 2),
-                        "bytes_read": read,
-                        "bytes_written": written,
+                        "bytes_read": plain.read,
+                        "bytes_written": plain.written,
+                        "bytes_moved": kernel_bytes.moved,
+                        "bytes_put": kernel_bytes.put,
                         "gbps": round(gbps),
                         "of_copy": round(gbps / copy, 3),
                         "written_gbps_per_sm": round(
-                            written / spent.median / 1e3 / (num_sms * options.ranks), 2
+                            plain.written / spent.median / 1e3 / (num_sms * options.ranks), 2
                         ),
                         "copy_gbps": round(copy),
                     }
@@ -148,6 +163,7 @@ def measurements(options, gpu):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--nodes", type=int, default=1, help="of as many ranks each")
     parser.add_argument("--tokens", type=int, default=2048, help="of each rank")
     parser.add_argument("--hidden", type=int, default=7168)
     parser.add_argument("--top-k", type=int, default=8)

@@ -34,12 +34,16 @@ def dispatch(
     and tokens, so the same call gives the same rows. All ranks call alike; of a LocalGroup x,
     topk_ids, topk_weights and handle are lists with an item a rank, and so is what is returned.
 
+    In a group of several nodes a token goes once to each node that has experts of it, along its
+    rank's rail, and from the rank there to those with the experts. What comes is the same, bit for
+    bit and in the same order: rows, scales, ids, weights and counts.
+
     x             [num_tokens, hidden] bf16, or a pair of e4m3 [num_tokens, hidden] and f32 scales
                   [num_tokens, hidden / 128]
     topk_ids      [num_tokens, top_k] int32 or int64; an id outside [first_expert, first_expert +
                   num_experts) is an unused slot
     topk_weights  [num_tokens, top_k] f32 or bf16, which come along
-    group         a LocalGroup, PeerGroup or NcclGroup of two ranks or more
+    group         a LocalGroup, PeerGroup or NcclGroup of two ranks or more, on one node or several
     num_experts   of all ranks
     first_expert  id of the first of them, where ids count those of other groups too
     layout        "tokens" (default): a token has one row on each of its ranks; "experts": one for
@@ -56,14 +60,17 @@ def dispatch(
     max_num_tokens
                   the most tokens of any rank in this call, the same on all ranks (default in a
                   LocalGroup: what the ranks have)
-    num_sms       blocks of each rank (default: as many as keep its links busy, all in a LocalGroup)
+    num_sms       blocks of each rank (default: as many as keep its links busy, all in a LocalGroup);
+                  between nodes the same on all ranks
     workspace     a GroupWorkspace (default: the group's)
     stream        an address or a CuPy or PyTorch stream (default: the current one)
 
     Raises TypeError for a host array; ValueError for shapes, dtypes, strides, layouts or devices
-    that do not fit; RankMismatch where ranks call otherwise; CaptureError if a kernel must be built
-    or memory allocated during capture, or if exact is wanted there; DeviceTimeout if an earlier
-    launch hung; MemoryError, CompileError, DriverError.
+    that do not fit; PlanError, a ValueError, for rows or counts that shared memory has no room for;
+    RankMismatch where ranks call otherwise; CaptureError if a kernel must be built or memory
+    allocated during capture, or if exact is wanted there; DeviceTimeout if an earlier launch hung;
+    MemoryError, DriverError; CompileError, which is a ToolchainError where a compiler, or for the
+    rail "gin" NCCL's device library or nvJitLink, is missing.
     """
     check_group(group)
     how = transfers.How(
@@ -92,6 +99,10 @@ def combine(
     in f32 and in fixed order: the same call gives the same bits. A token without experts gets
     zeros, or the biases.
 
+    In a group of several nodes the sums of a token's ranks on a node are first added up there, and
+    rounded to bf16 before that sum travels; then the nodes' sums, and biases. So y may differ from
+    that of one node by that rounding.
+
     y             [rows, hidden] bf16, as many rows as Dispatched.x has and in their order; those
                   that came are read
     handle        of the dispatch; of a LocalGroup y, handle, bias and out are lists, an item a rank
@@ -102,7 +113,7 @@ def combine(
     num_sms, workspace, stream
                   as in `dispatch`
 
-    Returns out. Raises what `dispatch` does.
+    Returns out. Raises what `dispatch` does, and ValueError for a handle of another group or rank.
     """
     check_group(group)
     return transfers.run_combine(group, workspace, stream, num_sms, y, handle, bias, weighted, out)

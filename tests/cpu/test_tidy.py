@@ -133,6 +133,7 @@ ORDER = {
     "bench": [
         "points",
         "work",
+        "transfer_bytes",
         "times",
         "ceilings",
         "methods",
