@@ -59,8 +59,8 @@ DEVICE void role_forward(const Params& p, Smem& smem, const Head&) {
     const u32 warp = kBlockChannels + in_block, lane = lane_idx(), first_slot = channel * p.channel_tokens;
     RowRing ring;
     wait_for_places(smem);  // no message comes before; whoever is lost by then, the notify warps have named
-    u64 seen = 0;   // lane n: the tail of node n
-    u32 taken = 0;  // and how many of its messages went on
+    u64 seen = 0;           // lane n: the tail of node n
+    u32 taken = 0;          // and how many of its messages went on
     bool open = lane < kNumNodes;
     for (u32 node = own_node(p);;) {
         u32 ready = 0, left = 0, owing = p.rank;
