@@ -58,7 +58,14 @@ def run(
     """One launch for the ranks of `group` that this process drives. `given` are x, topk_ids,
     topk_weights, weights, out and expert_counts, of a LocalGroup a list of each; `wants` the fields
     of a Variant before those of the weights. Returns y, or a list of them.
+
+    Raises ValueError for a group of several nodes.
     """
+    if group.num_nodes > 1:
+        raise ValueError(
+            f"mega_moe runs inside one NVLink domain, the group has ranks of {group.num_nodes} "
+            "nodes; take dispatch and combine, or a group of each node"
+        )
     memory = workspace or implicit_workspace(group)
     if not isinstance(memory, GroupWorkspace) or memory.group is not group:
         raise ValueError("workspace must be a GroupWorkspace of the group, or left out")

@@ -48,6 +48,9 @@ class MemfdDevice:
     def zero(self, mapping) -> None:
         ctypes.memset(mapping.address, 0, mapping.num_bytes)
 
+    def write(self, address: int, data: bytes) -> None:
+        ctypes.memmove(address, data, len(data))
+
     def memory(self, handles: str):
         return {"vmm": MemfdVmm, "ipc": MemfdIpc}[handles](self)
 

@@ -9,7 +9,8 @@ import sys
 import tempfile
 import threading
 from contextlib import contextmanager
-from enum import IntFlag
+from dataclasses import dataclass
+from enum import IntEnum, IntFlag
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -48,15 +49,32 @@ class Gpu(MemfdDevice):
 
 
 class Machine:
-    """What NCCL finds: GPUs by number, domains to which ranks belong by turns, windows or none."""
+    """What NCCL finds: GPUs by number, domains to which ranks belong by turns, or nodes of so many
+    ranks one after the other, windows or none, and what reaches other nodes.
+    """
 
     def __init__(self):
         self.gpus: dict[int, Gpu] = {}
         self.num_domains = 1
+        self.nodes: tuple[int, ...] = ()
         self.has_windows = True
+        self.gin, self.num_contexts = NcclGinType.GDAKI, 3
+        self.bindings = VERSION
 
     def gpu(self, number: int) -> Gpu:
         return self.gpus.setdefault(number, Gpu(number))
+
+
+class NcclGinType(IntEnum):
+    NONE = 0
+    PROXY = 2
+    GDAKI = 3
+    EFA_GDA = 5
+
+
+class NcclGinConnectionType(IntEnum):
+    NONE = 0
+    RAIL = 2
 
 
 machine = Machine()
@@ -73,6 +91,7 @@ class Version(str):
 class WindowFlag(IntFlag):
     DEFAULT = 0
     COLL_SYMMETRIC = 1
+    STRICT_ORDERING = 2
 
 
 class UniqueId:
@@ -93,7 +112,7 @@ def get_unique_id(empty=False) -> UniqueId:
 
 def get_version():
     library = SimpleNamespace(version=Version(VERSION), path=Path("/somewhere/libnccl.so.2"))
-    return SimpleNamespace(libnccl=library)
+    return SimpleNamespace(libnccl=library, nccl_bindings=Version(machine.bindings))
 
 
 class Buffer:
@@ -121,7 +140,7 @@ class RegisteredWindowHandle:
 
     @property
     def handle(self) -> int:
-        return int(machine.has_windows and bool(self.mappings))
+        return id(self) if machine.has_windows and self.mappings else 0
 
     def get_peer_device_pointer(self, peer, offset=0):
         mapping = self.mappings[peer]
@@ -136,9 +155,39 @@ class RegisteredWindowHandle:
         self.mappings = []
 
 
+@dataclass(kw_only=True)
+class NCCLDevCommRequirements:
+    gin_context_count: int | None = None
+    gin_connection_type: NcclGinConnectionType | None = None
+
+
+class DevComm:
+    """As the bindings'."""
+
+    def __init__(self, gin_context_count: int):
+        self.gin_context_count = gin_context_count
+
+    def __bytes__(self) -> bytes:
+        return b"device communicator"
+
+
+class DevCommResource:
+    def __init__(self, gpu: Gpu):
+        self._gpu, self._dev_comm = gpu, DevComm(machine.num_contexts)
+
+    @property
+    def dev_comm(self) -> DevComm:
+        return self._dev_comm
+
+    def close(self) -> None:
+        if self._dev_comm:
+            self._gpu.events.append("close device communicator")
+        self._dev_comm = None
+
+
 class Communicator:
     def __init__(self, ptr=None):
-        self._gather, self._gpu, self.windows = None, None, []
+        self._gather, self._gpu, self.windows, self.device_comms = None, None, [], []
 
     def initialize(self, nranks, rank, unique_id, config=None) -> None:
         self._gpu = machine.gpu(_current.number)
@@ -163,16 +212,31 @@ class Communicator:
         return SimpleNamespace(device_id=self._gpu.number)
 
     @property
+    def _node(self) -> range:
+        first = 0
+        for size in machine.nodes or (self.nranks,):
+            if self.rank < first + size:
+                return range(first, first + size)
+            first += size
+
+    @property
     def team_lsa(self):
+        if machine.nodes:
+            node = self._node
+            return SimpleNamespace(n_ranks=len(node), rank=self.rank - node.start, stride=1)
         stride = machine.num_domains
         rank, size = self.rank // stride, self.nranks // stride
         return SimpleNamespace(n_ranks=size, rank=rank, stride=stride)
 
     def register_window(self, buffer, flags=None) -> RegisteredWindowHandle:
-        assert flags == WindowFlag.COLL_SYMMETRIC and self._gpu.number == _current.number
+        wanted = WindowFlag.COLL_SYMMETRIC | (WindowFlag.STRICT_ORDERING if machine.nodes else 0)
+        assert flags == wanted and self._gpu.number == _current.number
         own = f"/proc/{os.getpid()}/fd/{buffer.mapping.handle}"
         mappings = []
-        for name in self._gather(own):
+        for rank, name in enumerate(self._gather(own)):
+            if rank not in self._node:
+                mappings.append(None)
+                continue
             mappings.append(MemfdVmm(self._gpu).open(file := os.open(name, os.O_RDWR), buffer.size))
             os.close(file)
         self._gather("mapped")
@@ -180,9 +244,21 @@ class Communicator:
         self._gpu.do("register_window")
         return self.windows[-1]
 
+    @property
+    def railed_gin_type(self) -> NcclGinType:
+        return machine.gin
+
+    def create_dev_comm(self, requirements=None) -> DevCommResource:
+        assert requirements.gin_connection_type == NcclGinConnectionType.RAIL
+        assert requirements.gin_context_count >= 1 and self._gpu.number == _current.number
+        self._gather("create_dev_comm")
+        self._gpu.do("create_dev_comm")
+        self.device_comms.append(DevCommResource(self._gpu))
+        return self.device_comms[-1]
+
     def abort(self) -> None:
-        for window in self.windows:
-            window.close()
+        for resource in (*self.windows, *self.device_comms):
+            resource.close()
         if self._gather:
             self._gpu.events.append("abort")
         self._gather = None

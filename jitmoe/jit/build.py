@@ -15,7 +15,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from jitmoe import settings
-from jitmoe.jit import cache, nvrtc, store
+from jitmoe.jit import cache, link, nvrtc, store
 from jitmoe.jit.render import render
 from jitmoe.plan.plan import Plan
 
@@ -54,12 +54,12 @@ _guard = threading.Lock()
 def build(plan: Plan) -> Built:
     """The kernel of `plan` from memory, from disk, or compiled: once, however many ask for it.
 
-    Raises CompileError (ToolchainError if there is no NVRTC), RenderError, and ValueError for a
-    setting of the wrong kind. No state of the disk raises.
+    Raises CompileError (ToolchainError if there is no NVRTC, or nothing to link with), RenderError,
+    and ValueError for a setting of the wrong kind. No state of the disk raises.
     """
     start = time.perf_counter()
     source = render(plan)
-    key = cache.key(source, plan.arch, nvrtc.version(), nvrtc.options())
+    key = key_of(plan, source)
     with _lock_of(key):
         if built := _memo.get(key):
             built = replace(built, plan=plan, origin="memory")
@@ -69,6 +69,12 @@ def build(plan: Plan) -> Built:
     built = replace(built, seconds=time.perf_counter() - start)
     _dump(built)
     return built
+
+
+def key_of(plan: Plan, source: str) -> str:
+    """Under which the kernel of `plan`, whose text is `source`, is cached. Raises as `build`."""
+    options = nvrtc.options() + link.inputs(plan.libraries)
+    return cache.key(source, plan.arch, nvrtc.version(), options)
 
 
 def _find_or_compile(plan: Plan, key: str, source: str) -> Built:
@@ -85,7 +91,11 @@ def _find_or_compile(plan: Plan, key: str, source: str) -> Built:
 
 def _compile(plan: Plan, key: str, source: str, reason: str) -> Built:
     try:
-        cubin = nvrtc.compile(source, plan.arch, f"{plan.name}-{key}.cu")
+        made = source, plan.arch, f"{plan.name}-{key}.cu"
+        if plan.libraries:
+            cubin = link.compile(*made, plan.name, plan.libraries)
+        else:
+            cubin = nvrtc.compile(*made)
         cubin.resources.check(plan, cubin.log)
     except nvrtc.ToolchainError:
         raise
@@ -95,6 +105,8 @@ def _compile(plan: Plan, key: str, source: str, reason: str) -> Built:
     path = None
     if not settings.get("JITMOE_NO_CACHE"):
         facts = {"nvrtc": nvrtc.version(), "options": nvrtc.options()}
+        if plan.libraries:
+            facts["linked"] = link.inputs(plan.libraries)
         path = store.save(plan, key, source, cubin, facts)
     built = Built(plan, key, source, cubin, "compiled", cubin.seconds, path)
     where = path or "memory only"

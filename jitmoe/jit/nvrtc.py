@@ -85,15 +85,25 @@ def compile(text: str, arch: str, name: str) -> Cubin:
     Raises CompileError with NVRTC's log, ToolchainError if NVRTC is missing, ValueError for a
     setting of the wrong kind.
     """
+    start = time.perf_counter()
+    code, log = _compile("cubin", text, arch, name, _options())
+    return Cubin(bytes(code.code), log, parse_log(log), time.perf_counter() - start)
+
+
+def to_lto_ir(text: str, arch: str, name: str) -> tuple[object, str]:
+    """The same without ptxas, for the linker: cuda.core's ObjectCode and NVRTC's log."""
+    return _compile("ltoir", text, arch, name, _lto_options())
+
+
+def _compile(kind: str, text: str, arch: str, name: str, options: dict) -> tuple[object, str]:
     version()  # finds a missing toolchain, and says so
     with _import_lock:
         from cuda.core import Program, ProgramOptions
 
     log = io.StringIO()
-    start = time.perf_counter()
-    program = Program(text, "c++", ProgramOptions(name=name, arch=arch, **_options()))
+    program = Program(text, "c++", ProgramOptions(name=name, arch=arch, **options))
     try:
-        code = program.compile("cubin", logs=log).code
+        code = program.compile(kind, logs=log)
     except Exception as error:
         # cuda.core's error is of a private class; its text ends with NVRTC's log.
         raise CompileError(
@@ -101,8 +111,17 @@ def compile(text: str, arch: str, name: str) -> Cubin:
         ) from None
     finally:
         program.close()
-    text_log = log.getvalue().replace("\0", "")
-    return Cubin(bytes(code), text_log, parse_log(text_log), time.perf_counter() - start)
+    return code, log.getvalue().replace("\0", "")
+
+
+def wants_lines() -> bool:
+    """Whether kernels have line information. Raises ValueError for a setting of the wrong kind."""
+    return bool(settings.get("JITMOE_LINEINFO"))
+
+
+def _lto_options() -> dict:
+    options = {name: value for name, value in _options().items() if name != "ptxas_options"}
+    return options | {"link_time_optimization": True, "relocatable_device_code": True}
 
 
 def _options() -> dict:
@@ -111,7 +130,7 @@ def _options() -> dict:
         "std": STD,
         "ptxas_options": "-v",
         "diag_suppress": 177,  # unused constants: a plan prints all it has
-        "lineinfo": bool(settings.get("JITMOE_LINEINFO")),
+        "lineinfo": wants_lines(),
         # Kernels have a cache of ours, and what NVRTC's own may give again might have no log. That
         # is supposed, not shown: of a plan that spills, a first call failed on an H200 and later
         # ones did not (NVRTC 13.0, 2026-11-30).

@@ -26,7 +26,7 @@ class CombinePlan(TransferPlan):
 
     @property
     def derived_constants(self) -> dict[str, int]:
-        return super().derived_constants | {"rows_ahead": 4}
+        return super().derived_constants | {"piece_bytes": 2048}
 
     @cached_property
     def smem(self) -> MemoryMap:

@@ -67,6 +67,13 @@ class HybridPlan(TransferPlan):
         return align(self.message_words_at + 4 * (1 + 4 * self.top_k), 128)
 
     @property
+    def most_channels(self) -> int:
+        """Of a block. NCCL's functions are called, and with 8 channels registers spill around the
+        calls.
+        """
+        return 6 if self.rail == "gin" else MAX_BLOCK_CHANNELS
+
+    @property
     def block_channels(self) -> int:
         """Channels of a block: warps that send along the rail, and as many that receive."""
         raise NotImplementedError

@@ -31,7 +31,7 @@ class HybridDispatchPlan(HybridPlan, DispatchPlan):
         delayed rail takes more registers.
         """
         fitting = self._free_bytes // (2 * self._row_buffer)
-        most = MAX_BLOCK_CHANNELS - 2 if self.rail == "delayed" else MAX_BLOCK_CHANNELS
+        most = MAX_BLOCK_CHANNELS - 2 if self.rail == "delayed" else self.most_channels
         return max(0, min(most, fitting) // 2 * 2)
 
     @property
@@ -42,7 +42,8 @@ class HybridDispatchPlan(HybridPlan, DispatchPlan):
     @property
     def roles(self) -> tuple[Role, ...]:
         channels = self.block_channels
-        regs = min(65536 // (32 * (self.num_notify_warps + 2 * channels)) // 8 * 8, 128)
+        # What the launch gives: NCCL's functions forbid setmaxnreg (C7506 of ptxas).
+        regs = min(65536 // (32 * (self.num_notify_warps + 2 * channels)), 255) // 8 * 8
         send = "TMA: messages from x; along the rail to every node that wants them"
         forward = "TMA: rows from messages that came, to every rank and expert here"
         return (

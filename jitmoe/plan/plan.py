@@ -51,6 +51,7 @@ class Plan:
     arch: str
 
     name = ""  # the `extern "C"` symbol, the room (`<name>.cu.jinja`) and the cache folder
+    libraries = ()  # device libraries that the kernel calls, by their names in jit/link.py
 
     @property
     def roles(self) -> tuple[Role, ...]:

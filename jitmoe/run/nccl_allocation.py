@@ -12,11 +12,12 @@ class NcclAllocation:
     """Its steps are `create` on all ranks, then `register` on all; `close` at any time.
 
     communicator  of nccl4py
+    node          ranks whose memory is mapped here; those of others have the address 0
     address       of the own memory, num_bytes long, as `create` maps it; a window maps it again
     """
 
-    def __init__(self, device: SharingDevice, communicator):
-        self._device, self._communicator = device, communicator
+    def __init__(self, device: SharingDevice, communicator, node: range):
+        self._device, self._communicator, self._node = device, communicator, node
         self._buffer = self._window = None
         self.address = self.num_bytes = 0
 
@@ -29,7 +30,10 @@ class NcclAllocation:
 
     def register(self) -> list[int]:
         """Collective in NCCL: addresses of all ranks' memory as the window maps it, by rank."""
-        flags = nccl_library.load().WindowFlag.COLL_SYMMETRIC
+        flag, num_ranks = nccl_library.load().WindowFlag, self._communicator.nranks
+        flags = flag.COLL_SYMMETRIC
+        if len(self._node) < num_ranks:  # what a signal tells of must have landed before it
+            flags |= flag.STRICT_ORDERING
         with self._device.current():
             self._window = self._communicator.register_window(self._buffer, flags)
             if not self._window.handle:
@@ -37,12 +41,18 @@ class NcclAllocation:
                     "NCCL made no window: the communicator must be blocking, its GPUs able to "
                     "access each other, and NCCL_WIN_ENABLE and NCCL_CUMEM_ENABLE not be 0"
                 )
-            ranks = range(self._communicator.nranks)
-            bases = [self._window.get_peer_device_pointer(rank) for rank in ranks]
-        unmapped = [rank for rank, base in enumerate(bases) if not base]
+            bases = [0] * num_ranks
+            for rank in self._node:
+                bases[rank] = self._window.get_peer_device_pointer(rank)
+        unmapped = [rank for rank in self._node if not bases[rank]]
         if unmapped:
             raise RuntimeError(f"NCCL maps no memory of ranks {unmapped} here")
         return bases
+
+    @property
+    def window(self) -> int:
+        """NCCL's ncclWindow_t, once registered."""
+        return self._window.handle
 
     def close(self) -> None:
         """Wait for the device, then let go of the window and the own memory: NCCL does both

@@ -1,4 +1,4 @@
-"""NcclGroup: one process for each rank, in one NVLink domain; NCCL shares their memory."""
+"""NcclGroup: one process for each rank; NCCL shares their memory, by NVLink and between nodes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Self
 from jitmoe.run import nccl_library
 from jitmoe.run.meeting import Meeting
 from jitmoe.run.nccl_allocation import NcclAllocation
+from jitmoe.run.nccl_rail import NcclRail
 from jitmoe.run.process_group import ProcessGroup
 from jitmoe.run.ranks import RankMismatch, name_ranks
 from jitmoe.run.shared_memory import SharingDevice
-from jitmoe.run.symmetric import device_number
+from jitmoe.run.symmetric import Rail, device_number
 
 # What ranks must have alike beside what those of any group must, and the remedies.
 _REMEDIES = {"nccl": "have all ranks load the same libnccl"}
@@ -23,6 +24,9 @@ class NcclGroup(ProcessGroup):
     """One rank of a group of processes with a GPU each, whose memory is in windows of NCCL: on one
     host, or on several that one NVLink domain joins. Making it is collective.
 
+    Ranks of several NVLink domains (NCCL's LSA teams) are nodes of the group, `num_nodes`: as many
+    ranks on each, one node's after the other's. Memory then has a `rail`, by NCCL's GIN.
+
     communicator  of nccl4py (nccl.core.Communicator), blocking; the caller destroys it, once the
                   group is closed
     all_gather    all_gather(obj) -> the objects of all ranks, by the communicator's ranks: any
@@ -31,14 +35,15 @@ class NcclGroup(ProcessGroup):
     device        the communicator's
 
     Needs nccl4py and NCCL 2.29.2 or later (windows and load/store peers: NCCL User Guide, "Window
-    Registration" and "Device API - Host-Side Setup").
+    Registration" and "Device API - Host-Side Setup"); for several nodes NCCL 2.32, its wheel and
+    nvJitLink ("Device API - GIN"): pip install 'jitmoe[nccl12]', or 'jitmoe[nccl13]' for CUDA 13.
 
     Raises on all ranks RankMismatch, by name of the ranks, for different versions of jitmoe or
-    NCCL, or ranks of more than one NVLink domain (NCCL's LSA team), and RankError for whatever
-    fails on one of them; TypeError for another communicator, ValueError for several ranks without
-    all_gather.
+    NCCL, or NVLink domains that are no nodes of a group, and RankError for whatever fails on one of
+    them; TypeError for another communicator, ValueError for several ranks without all_gather.
     """
 
+    rail = "gin"
     _by_hand = "NcclGroup.connect"
 
     def __init__(self, communicator, all_gather: Callable[[object], Sequence] | None = None):
@@ -63,8 +68,9 @@ class NcclGroup(ProcessGroup):
             return facts | {"domain": rank - team.rank * team.stride}
 
         facts = self._meeting.introduce(describe, _REMEDIES)
-        _refuse_several_domains(facts)
+        self.num_nodes = _count_nodes(facts)
         self._device = SharingDevice(self.device)
+        self._rail = self._connect_nodes() if self.num_nodes > 1 else None
 
     @classmethod
     def connect(
@@ -103,6 +109,16 @@ class NcclGroup(ProcessGroup):
 
     _connect = connect
 
+    def _connect_nodes(self) -> NcclRail:
+        rail, together = NcclRail(self._device, self._communicator), self._meeting.together
+        with ExitStack() as undo:
+            undo.callback(rail.close)
+            # Together first: NCCL would wait for a rank that cannot.
+            together("reach other nodes by NCCL", rail.check)
+            together("connect the nodes by NCCL", rail.create)
+            undo.pop_all()
+        return rail
+
     def close(self) -> None:
         """As `Group.close`; a communicator of the group's own is aborted, which waits for no other
         rank.
@@ -110,10 +126,14 @@ class NcclGroup(ProcessGroup):
         with ExitStack() as steps:  # all are taken even if one fails
             if self._owns_communicator:
                 steps.callback(self._communicator.abort)
+            if self._rail:
+                steps.callback(self._rail.close)
             steps.callback(super().close)
 
-    def _share(self, num_bytes: int) -> tuple[Sequence[int], Callable[[], None]]:
-        share = NcclAllocation(self._device, self._communicator)
+    def _share(self, num_bytes: int) -> tuple:
+        first = self.rank // self.ranks_per_node * self.ranks_per_node
+        node = range(first, first + self.ranks_per_node)
+        share = NcclAllocation(self._device, self._communicator, node)
         together = self._meeting.together
         with ExitStack() as undo:
             undo.callback(share.close)
@@ -121,7 +141,8 @@ class NcclGroup(ProcessGroup):
             together(f"allocate {num_bytes:,} bytes", partial(share.create, num_bytes))
             bases = together("register the memory with NCCL", share.register)[self.rank]
             undo.pop_all()
-        return bases, share.close
+        rail = self._rail and Rail(self._rail.address, share.window, 0)
+        return bases, share.close, rail
 
 
 def _describe(device: int | None) -> dict[str, object]:
@@ -142,15 +163,21 @@ def _refuse_shared_gpus(facts: Sequence[dict]) -> None:
             )
 
 
-def _refuse_several_domains(facts: Sequence[dict]) -> None:
+def _count_nodes(facts: Sequence[dict]) -> int:
+    """Of the ranks' NVLink domains. Raises RankMismatch unless they follow one another and have as
+    many ranks each.
+    """
     domains: dict[int, list[int]] = {}
     for fact in facts:
         domains.setdefault(fact["domain"], []).append(fact["rank"])
-    if len(domains) > 1:
+    nodes, size = list(domains.values()), len(domains[facts[0]["domain"]])
+    if nodes != [list(range(first, first + size)) for first in range(0, len(facts), size)]:
         raise RankMismatch(
-            "ranks must be of one NVLink domain, and NCCL finds "
-            f"{len(domains)}: {'; '.join(map(name_ranks, domains.values()))}; make a group of each"
+            f"NCCL finds {len(nodes)} NVLink domains: {'; '.join(map(name_ranks, nodes))}; a group "
+            "takes as many ranks on each, numbered one domain after the other: number them so, or "
+            "make a group of each"
         )
+    return len(nodes)
 
 
 def _of_one(obj) -> list:

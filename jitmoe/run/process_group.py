@@ -37,8 +37,10 @@ class ProcessGroup(Group):
         """Collective: the group of ranks that meet through all_gather."""
 
     @abstractmethod
-    def _share(self, num_bytes: int) -> tuple[Sequence[int], Callable[[], None]]:
-        """Collective: addresses of so many zeroed bytes of each rank, and what gives them back."""
+    def _share(self, num_bytes: int) -> tuple:
+        """Collective: what SymmetricMemory takes after num_bytes: addresses of so many zeroed bytes
+        of each rank, what gives them back, and the rail if there is one.
+        """
 
     @classmethod
     def from_torch(cls, group=None, device: int | None = None, **options) -> Self:

@@ -95,6 +95,12 @@ class SharingDevice:
             call(driver().cuMemsetD8, mapping.address, 0, mapping.num_bytes)
             call(driver().cuCtxSynchronize)
 
+    def write(self, address: int, data: bytes) -> None:
+        """Copy `data` to memory of this GPU, and wait."""
+        with self.current():
+            call(driver().cuMemcpyHtoD, address, data, len(data))
+            call(driver().cuCtxSynchronize)
+
     def memory(self, handles: str) -> VmmMemory | IpcMemory:
         """Memory of this GPU with handles of that kind."""
         return {"vmm": VmmMemory, "ipc": IpcMemory}[handles](self)

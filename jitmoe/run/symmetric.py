@@ -14,8 +14,11 @@ from jitmoe.run.ranks import check_nodes, check_num_ranks
 
 @dataclass(frozen=True)
 class Rail:
-    """How NCCL's device code reaches other nodes' memory: addresses of its device communicator and
-    of the window, and the offset of the memory in that, in bytes.
+    """What a kernel needs to write to ranks of other nodes by NCCL's GIN.
+
+    comm    device address of NCCL's device communicator, see run/nccl_rail.py
+    window  NCCL's ncclWindow_t, a device address, of all ranks' memory
+    offset  bytes from the window's start to the memory
     """
 
     comm: int
@@ -28,8 +31,8 @@ class SymmetricMemory:
 
     num_bytes  bytes of each rank's allocation
     bases      addresses of all ranks' allocations as mapped in this process, by rank, at multiples
-               of 256, 0 for those it does not reach; () once closed
-    rail       how a network reaches it, None where none does
+               of 256, 0 for ranks of other nodes; () once closed
+    rail       the way to other nodes; None where there is one node, and once closed
     """
 
     def __init__(
@@ -39,8 +42,9 @@ class SymmetricMemory:
         release: Callable[[], None],
         rail: Rail | None = None,
     ):
-        self.num_bytes, self.rail = num_bytes, rail
+        self.num_bytes = num_bytes
         self.bases: tuple[int, ...] = tuple(bases)
+        self.rail = rail
         self._release: Callable[[], None] | None = release
 
     def close(self) -> None:
@@ -49,7 +53,7 @@ class SymmetricMemory:
         Not collective, so that it works after another rank died: have a `Group.barrier` before,
         once no kernel of any rank uses the memory any more.
         """
-        release, self._release, self.bases = self._release, None, ()
+        release, self._release, self.bases, self.rail = self._release, None, (), None
         if release is not None:
             release()
 

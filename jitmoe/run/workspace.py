@@ -41,6 +41,7 @@ _WAITS = {
     24: "the messages of rank {index} on another node",
     25: "the rows that rank {index} on this node brings",
     26: "the sums of rank {index} on another node",
+    27: "the network to take what rank {index} puts (NCCL says {expected})",
 }
 
 

@@ -26,7 +26,7 @@ DEVICE bool sync_grid(const Params& p, u32* counter) {
 // Every warp of a warpgroup executes it, once. kLaunchRegs is what the launch gave each thread.
 template <u32 kRegs>
 DEVICE void set_registers() {
-    constexpr u32 kLaunchRegs = 65536 / kNumThreads / 8 * 8;
+    constexpr u32 kLaunchRegs = min_of(65536u / kNumThreads, 255u) / 8 * 8;
     if constexpr (kRegs < kLaunchRegs) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegs));
     } else if constexpr (kRegs > kLaunchRegs) {

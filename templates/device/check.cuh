@@ -29,6 +29,7 @@ enum Wait : u32 {
     kWaitMessages = 24,
     kWaitMates = 25,
     kWaitHome = 26,
+    kWaitFlush = 27,
 };
 
 // Words of Params::header.

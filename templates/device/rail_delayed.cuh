@@ -26,7 +26,7 @@ DEVICE void pause_at_random() {
     }
 }
 
-// The puts to `node`, or all.
+// The puts to `node`, or all. Behind it every lane knows of what all have copied.
 DEVICE void carry_out_puts(const Params& p, u32 node) {
     uint4* const queue = rail_queue();
     sync_warp();
@@ -63,12 +63,8 @@ DEVICE void put(const Params& p, u32 node, i64 to, i64 from, u32 bytes) {
 // Adds to a u64 word there, when the puts that this warp made to that node have landed.
 DEVICE void signal_add(const Params& p, u32 node, i64 at, u64 value) {
     carry_out_puts(p, node);
-    sync_warp();
     if (lane_idx() == 0) add_release_sys(reinterpret_cast<u64*>(p.rail_peers[node] + at), value);
 }
 
 // Until the sources of the warp's puts may be written over.
-DEVICE void flush(const Params& p) {
-    carry_out_puts(p, kAllNodes);
-    sync_warp();
-}
+DEVICE void flush(const Params& p) { carry_out_puts(p, kAllNodes); }

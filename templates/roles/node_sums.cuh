@@ -1,12 +1,14 @@
-// Where rows of a token come together: on the rank of this node that is its rank's rail peer, or its rank itself.
+// Where rows of a token come together on a node: on the rank of this node that is its rank's rail peer, or its rank
+// itself.
 
-DEVICE i64 node_sum_at(const Params& p, u32 node, u32 token, u32 part) {
-    return p.node_sums_at + ((i64(node) * p.rank_capacity + token) * kMaxNodeParts + part) * kRowOutBytes;
+DEVICE u32 taker_of(const Params& p, u32 source) { return first_of_domain(p) + source % kNodeRanks; }
+DEVICE i64 taken_at(const Params& p, u32 source, u32 token, u32 part) {
+    const i64 tokens_before = i64(source / kNodeRanks) * p.rank_capacity + token;
+    return p.node_sums_at + (tokens_before * kMaxNodeParts + part) * kRowOutBytes;
 }
-
-// Ranks of the node, a bit each, that have brought their row of `token` of `node`. Whoever has seen all leaves zero.
-DEVICE u32* arrived(const Params& p, u32 mate, u32 node, u32 token) {
-    return symmetric<u32>(p, mate, p.arrived_at) + u64(node) * p.rank_capacity + token;
+DEVICE u32* arrived_of(const Params& p, u32 source, u32 token) {
+    u32* of_nodes = symmetric<u32>(p, taker_of(p, source), p.arrived_at);
+    return of_nodes + u64(source / kNodeRanks) * p.rank_capacity + token;
 }
 
 // The whole CTA, before roles part: ranks of this node may be brought rows when they have entered the launch, rail

@@ -1,6 +1,41 @@
 // Every warp of a combine inside one domain: rows, or the sum of them here, go to the token's rank; then what came home
 // is added up.
 
+constexpr u32 kRowsAhead = 4;  // whose loads are in flight together
+
+// Adds up rows of the slots in `used`, first to last; loads of kRowsAhead are in flight together. `row_of(slot)` and
+// `factor_of(slot)` are asked by the whole warp.
+template <typename RowOf, typename FactorOf>
+DEVICE void add_rows(Piece& piece, u32 used, RowOf row_of, FactorOf factor_of) {
+    while (used != 0) {
+        uint4 raw[kRowsAhead][kStrips];
+        float factors[kRowsAhead] = {};
+#pragma unroll
+        for (u32 i = 0; i < kRowsAhead; ++i) {
+            if (used == 0) break;
+            const u32 slot = __ffs(used) - 1;
+            used &= used - 1;
+            piece.load(raw[i], row_of(slot) + piece.at);
+            factors[i] = factor_of(slot);
+        }
+#pragma unroll
+        for (u32 i = 0; i < kRowsAhead; ++i) {
+            if (factors[i] != 0.0f) piece.add(raw[i], factors[i]);
+        }
+    }
+}
+
+// Layout "experts": a piece of the rows of token `n` here, as one. One whole warp.
+DEVICE void add_expert_rows(const Params& p, u32 n, Piece& piece) {
+    const u32* words = p.own_records + u64(n) * kRecordWords;
+    const u32 slot = min_of(lane_idx(), kTopK - 1), row = words[kRecordRows + slot];
+    const float weight = p.is_weighted ? __uint_as_float(words[kRecordWeights + slot]) : 1.0f;
+    const u32 used = __ballot_sync(kFullMask, lane_idx() < kTopK && words[kRecordIds + slot] != kUnused);
+    add_rows(
+        piece, used, [&](u32 s) { return p.rows_out + i64(__shfl_sync(kFullMask, row, s)) * p.rows_stride; },
+        [&](u32 s) { return __shfl_sync(kFullMask, weight, s); });
+}
+
 // Calls `work(row, piece)` for every piece of `num_rows` rows that is this warp's.
 template <typename Work>
 DEVICE void for_each_piece(u32 num_rows, Work work) {
@@ -56,8 +91,10 @@ DEVICE void role_reduce(const Params& p, Smem& smem, const Head& head) {
     }
     tell_ranks_when_all(p, head, kBankStaged, p.sums_ready_at);
     wait_for_ranks(p, smem, kWaitSums, p.sums_ready_at);
-    for_each_piece(p.num_tokens, [&](u32 token, const Piece& piece) {
+    for_each_piece(p.num_tokens, [&](u32 token, Piece piece) {
         const u32 ranks = __ballot_sync(kFullMask, is_first_on_rank(load_place(p.places, token)));
-        add_up(p, token, __popc(ranks), piece);
+        const auto sum = [&](u32 part) { return sum_on(p, p.rank, token, part); };
+        add_rows(piece, first_rows(__popc(ranks)), sum, [](u32) { return 1.0f; });
+        piece.store_y(p, token);
     });
 }

@@ -3,6 +3,7 @@
 import ctypes
 import sys
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -169,6 +170,21 @@ def test_lists_have_an_item_for_each_rank(kernel, name):
         assert f"{name} must be a list with an item for each of the 3 ranks" in message
         assert message.endswith(f"got {got}")
     assert not kernel.launches
+
+
+def test_ranks_of_several_nodes_are_refused(kernel):
+    """Before any rank waits for another."""
+    group = Peers()
+    group.num_nodes = 2
+    given = {name: values[0] for name, values in lists_of(3).items()}
+    call = partial(mega_moe, **given, weights=layer_weights(), stream=5, max_num_tokens=8)
+    assert refusal(lambda: call(group=group)) == (
+        "mega_moe runs inside one NVLink domain, the group has ranks of 2 nodes; take dispatch and "
+        "combine, or a group of each node"
+    )
+    assert not kernel.launches and not group.calls
+    call(group=Peers())
+    assert len(kernel.launches) == 1
 
 
 @pytest.mark.parametrize("name", ["x", "topk_ids", "topk_weights", "weights"])

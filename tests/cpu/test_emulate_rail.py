@@ -46,6 +46,7 @@ FILL = """
     for (u32 i = thread_idx(); i < 1024; i += 64) own<u32>(p, 0)[i] = 5000 + i;
 """
 PUTS = "for (u32 i = 0; i < 4; ++i) put(p, 1, 4096 + i * 1024, i * 1024, 1024);"
+FIRST_PUTS, LAST_PUT = PUTS.replace("i < 4", "i < 3"), PUTS.replace("i = 0", "i = 3")
 ADD = "signal_add(p, 1, 8192, 7);"
 FLUSH = "flush(p);"
 SYNC = "sync_block();"
@@ -97,25 +98,32 @@ def test_puts_of_any_size(tmp_path, rail, num_bytes):
 
 
 @pytest.mark.parametrize("rail", RAILS)
+def test_flushes_and_signals_of_nothing(tmp_path, rail):
+    nothing = FLUSH + "signal_add(p, 1, 8200, 1);" + FLUSH
+    body = ranks(send(nothing, PUTS, ADD, FLUSH, nothing), AWAIT + READ)
+    for results in passes(tmp_path, body, rail):
+        assert np.array_equal(received(results), VALUES)
+        assert results[1][0][SIGNAL + 2] == 2
+
+
+@pytest.mark.parametrize("rail", RAILS)
 def test_every_node_to_every_other(tmp_path, rail):
     """More puts than any queue has places, a signal to each node behind all of them."""
     body = (
         """
     for (u32 i = thread_idx(); i < 512; i += 64) own<u32>(p, 0)[i] = p.rank * 1000 + i;
     sync_block();
-    if (thread_idx() < 32) {
-        for (u32 i = 0; i < 8; ++i) {
-            for (u32 to = 0; to < kNumNodes; ++to) {
-                if (to != p.rank) put(p, to, 4096 + p.rank * 1024 + i * 128, i * 256, 128);
-            }
-        }
+    for (u32 i = thread_idx() / 32; i < 16; i += 2) {
         for (u32 to = 0; to < kNumNodes; ++to) {
-            if (to != p.rank) signal_add(p, to, 8192, u64(1) << 8 * p.rank);
+            if (to != p.rank) put(p, to, 4096 + p.rank * 1024 + i * 64, i * 128, 64);
         }
-        flush(p);
     }
+    for (u32 to = 0; to < kNumNodes; ++to) {
+        if (to != p.rank) signal_add(p, to, 8192, u64(1) << 8 * p.rank);
+    }
+    flush(p);
     u64 all = 0;
-    for (u32 from = 0; from < kNumNodes; ++from) all += u64(from != p.rank) << 8 * from;
+    for (u32 from = 0; from < kNumNodes; ++from) all += u64(2 * (from != p.rank)) << 8 * from;
     while (load_acquire_sys(own<u64>(p, 8192)) != all) {
     }"""
         + READ
@@ -123,8 +131,8 @@ def test_every_node_to_every_other(tmp_path, rail):
     for results in passes(tmp_path, body, rail, num_ranks=3, delays=True):
         for rank, (_, result) in enumerate(results):
             for other in {0, 1, 2} - {rank}:
-                rows = result[other * 256 : other * 256 + 256].reshape(8, 32)
-                expected = other * 1000 + np.arange(8)[:, None] * 64 + np.arange(32)
+                rows = result[other * 256 : other * 256 + 256].reshape(16, 16)
+                expected = other * 1000 + np.arange(16)[:, None] * 32 + np.arange(16)
                 assert np.array_equal(rows, expected)
 
 
@@ -183,11 +191,22 @@ def test_other_blocks_learn_of_puts_from_who_acquired(tmp_path, rail):
     assert "data race on symmetric@rank1" in failure(tmp_path, broken, rail, num_blocks=2)
 
 
+@pytest.mark.parametrize("rail", RAILS)
+@pytest.mark.parametrize("pause", ["", "for (u32 i = 0; i < 200; ++i) sync_block();"])
+def test_a_word_that_is_written_meanwhile_is_a_race(tmp_path, rail, pause):
+    write = pause + "if (thread_idx() == 0) *own<u64>(p, 8192) = 0;"
+    report = failure(tmp_path, ranks(send(PUTS, ADD, FLUSH), write), rail)
+    assert report.startswith("data race on symmetric@rank1 + 8192 bytes")
+    assert ("atomic store by a put" in report) == (rail == "gin")
+
+
 # What the sender must do
 
 
 @pytest.mark.parametrize("rail", RAILS)
-@pytest.mark.parametrize("early", [(ADD, PUTS), (PUTS.replace("i < 4", "i < 3"), ADD, PUTS)])
+@pytest.mark.parametrize(
+    "early", [(ADD, PUTS), (FIRST_PUTS, ADD, LAST_PUT)], ids=["all", "the last"]
+)
 def test_a_signal_before_its_puts_is_found(tmp_path, rail, early):
     body = ranks(send(*early, FLUSH), AWAIT + READ)
     assert "data race on symmetric@rank1" in failure(tmp_path, body, rail)
@@ -219,9 +238,17 @@ def test_a_signal_is_behind_the_puts_to_its_own_node_alone(tmp_path):
 def test_a_signal_is_behind_all_puts_before_it(tmp_path):
     """Not only those since the signal before, which may itself be late."""
     body = ranks(send(PUTS, ADD, "signal_add(p, 1, 8200, 7);", FLUSH), "await(p, 8200, 7);" + READ)
-    for checked in (True, False):
-        for results in passes(tmp_path, body, "gin", checked=checked, delays=True):
-            assert np.array_equal(received(results), VALUES)
+    passes(tmp_path, body, "gin", delays=True)
+    for seed in range(40):
+        results = run(tmp_path, body, "gin", seed=seed, delays=True, checked=False)
+        assert np.array_equal(received(results), VALUES)
+
+
+def test_a_signal_is_not_behind_later_puts(tmp_path):
+    """Though they were issued before it was acquired."""
+    linger = "for (u32 i = 0; i < 100; ++i) sync_block();"
+    body = ranks(send(FIRST_PUTS, ADD, LAST_PUT, FLUSH), AWAIT + linger + READ)
+    assert "earlier write by a put" in failure(tmp_path, body, "gin")
 
 
 def test_a_signal_takes_nothing_else_along(tmp_path):
@@ -343,6 +370,26 @@ def test_a_target_that_may_be_in_use_is_a_race(tmp_path, rail, wait):
     wait = wait and f"if (round > 1) {{ {wait} }}"
     report = failure(tmp_path, ROUNDS.replace("{wait_for_answer}", wait), rail)
     assert "data race on symmetric@rank1 + 4" in report
+
+
+@pytest.mark.parametrize("rail", RAILS)
+def test_an_answer_travels_over_nodes(tmp_path, rail):
+    """Rank 1 tells rank 2, which tells rank 0."""
+    forward = """
+    if (p.rank == 2) {
+        for (u32 round = 1; round <= 4; ++round) {
+            await(p, 8192, round);
+            if (thread_idx() < 32) signal_add(p, 0, 8192, 1);
+        }
+        return;
+    }"""
+    body = forward + ROUNDS.replace("{wait_for_answer}", ANSWERS["each thread"])
+    body = body.replace(
+        "if (thread_idx() >= 32) signal_add(p, 0", "if (thread_idx() >= 32) signal_add(p, 2"
+    )
+    for results in passes(tmp_path, body, rail, num_ranks=3):
+        expected = 100 * np.arange(1, 5)[:, None] + np.arange(64)
+        assert np.array_equal(received(results)[64:320].reshape(4, 64), expected)
 
 
 @pytest.mark.parametrize("rail", RAILS)

@@ -10,6 +10,7 @@ import signal
 import sys
 import tempfile
 from functools import partial
+from importlib.metadata import distributions
 from types import ModuleType, SimpleNamespace
 
 import nccl_stand_in
@@ -19,7 +20,8 @@ from stand_in import differences, parameters
 from thread_ranks import refused, run_threads
 
 from jitmoe import NcclGroup, PeerGroup, RankError, RankMismatch, doctor
-from jitmoe.run import nccl_group, nccl_library
+from jitmoe.jit.nvrtc import ToolchainError
+from jitmoe.run import nccl_group, nccl_library, nccl_rail
 
 
 def use_stand_in(directory) -> None:
@@ -62,23 +64,47 @@ def real_nccl4py():
 
 def test_the_stand_in_has_the_signatures_of_nccl4py():
     core = real_nccl4py()
-    for kind in ("Communicator", "UniqueId", "RegisteredWindowHandle"):
+    for kind in ("Communicator", "UniqueId", "RegisteredWindowHandle", "DevCommResource"):
         found = differences(getattr(nccl_stand_in, kind), getattr(core, kind))
         found = [text for text in found if kind == "Communicator" or "__init__" not in text]
+        found = [text for text in found if " has no _node" not in text]
         assert not found, found
     for name in ("get_unique_id", "get_version", "mem_alloc", "mem_free"):
         assert parameters(getattr(nccl_stand_in, name)) == parameters(getattr(core, name)), name
-    for flag in nccl_stand_in.WindowFlag:
-        assert core.WindowFlag[flag.name] == flag
+    for kind in ("WindowFlag", "NcclGinType", "NcclGinConnectionType"):
+        for value in getattr(nccl_stand_in, kind):
+            assert getattr(core, kind)[value.name] == value
+    wanted = set(nccl_stand_in.NCCLDevCommRequirements.__dataclass_fields__)
+    assert wanted <= set(core.NCCLDevCommRequirements.__dataclass_fields__)
     assert {"n_ranks", "rank", "stride"} <= set(core.NCCLTeam.__dataclass_fields__)
     assert {"version", "path"} <= set(core.LibraryInfo.__dataclass_fields__)
-    assert "libnccl" in core.VersionInfo.__dataclass_fields__
+    assert {"libnccl", "nccl_bindings"} <= set(core.VersionInfo.__dataclass_fields__)
 
 
 def test_bytes_of_a_real_unique_id_make_it_again():
     core = real_nccl4py()
     sent = bytes(range(128))
     assert bytes(core.UniqueId.from_bytes(sent)) == sent
+
+
+def test_bytes_of_a_real_device_communicator_are_all_of_it():
+    real_nccl4py()
+    from nccl.bindings import nccl as bindings
+
+    made = bindings.DevComm()
+    made.gin_context_count = 7
+    assert len(bytes(made)) == bindings.dev_comm_dtype.itemsize
+    copy = bindings.DevComm.from_buffer(bytes(made))
+    assert copy.gin_context_count == 7 == made.gin_context_count
+
+
+def test_the_release_of_a_real_device_library():
+    wheels = [d for d in distributions() if d.name.startswith("nvidia-nccl-cu")]
+    try:
+        found = nccl_rail._device_release()
+    except ToolchainError as error:
+        pytest.skip(str(error))
+    assert ".".join(map(str, found)) in [wheel.version for wheel in wheels]
 
 
 def write(address: int, data: bytes) -> None:
@@ -195,16 +221,140 @@ def test_two_ranks_on_one_gpu(machine):
     assert text.startswith("ranks 0 and 2 have the same GPU, and NCCL takes one rank on each; give")
 
 
-def test_ranks_of_two_domains(machine):
-    machine.num_domains = 2
+@pytest.mark.parametrize(
+    "num_domains, nodes, said",
+    [
+        (2, (), "2 NVLink domains: ranks 0 and 2; ranks 1 and 3; a group"),
+        (1, (3, 1), "2 NVLink domains: ranks 0, 1 and 2; rank 3; a group"),
+        (1, (1, 2, 1), "3 NVLink domains: rank 0; ranks 1 and 2; rank 3; a group"),
+    ],
+)
+def test_domains_that_are_no_nodes(machine, num_domains, nodes, said):
+    machine.num_domains, machine.nodes = num_domains, nodes
     text = refused(
         RankMismatch, run_threads(lambda rank, gather: connect(rank, gather, num_ranks=4), 4)
     )
     assert text == (
-        "ranks must be of one NVLink domain, and NCCL finds 2: ranks 0 and 2; ranks 1 and 3; "
-        "make a group of each"
+        f"NCCL finds {said} takes as many ranks on each, numbered one domain after the other: "
+        "number them so, or make a group of each"
     )
     assert all(gpu.events == ["abort"] for gpu in machine.gpus.values())
+
+
+@pytest.fixture
+def nodes(machine, monkeypatch, tmp_path):
+    """The machine with two nodes of two ranks, and a device library of the bindings' version."""
+    (tmp_path / "nccl" / "include").mkdir(parents=True)
+    header = tmp_path / "nccl" / "include" / "nccl.h"
+    header.write_text("#define NCCL_MAJOR 2\n#define NCCL_MINOR 32\n#define NCCL_PATCH 3\n")
+    library = tmp_path / "nccl" / "lib" / "libnccl_device.ltoir"
+    monkeypatch.setattr(nccl_rail.link, "find", {"nccl_device": library}.__getitem__)
+    machine.nodes = (2, 2)
+    return machine
+
+
+def connect_nodes(rank, all_gather) -> NcclGroup:
+    return connect(rank, all_gather, num_ranks=4)
+
+
+def test_two_nodes(nodes):
+    def run(rank, all_gather):
+        with connect_nodes(rank, all_gather) as group:
+            memory = group.allocate(400)
+            node = rank // 2
+            mapped = [bool(base) for base in memory.bases]
+            group.barrier()
+            peer = 2 * node + 1 - rank % 2
+            write(memory.bases[peer], mark(rank, peer))
+            group.barrier()
+            got = ctypes.string_at(memory.bases[rank], 100)
+            block = ctypes.string_at(memory.rail.comm, 64 + len(b"device communicator"))
+            (window,) = group._communicator.windows
+            rail = memory.rail
+            assert (rail.window, rail.offset) == (window.handle, 0) and rail.window
+            memory.close()
+            assert memory.rail is None
+            nodes.gpu(rank).events.append("closed memory")
+        counts = group.num_nodes, group.ranks_per_node
+        return counts, mapped, got == mark(peer, rank), block
+
+    for rank, (counts, mapped, is_right, block) in enumerate(run_threads(run, 4)):
+        assert counts == (2, 2) and is_right
+        assert mapped == [peer // 2 == rank // 2 for peer in range(4)]
+        assert block[:4] == (3).to_bytes(4, "little") and not any(block[4:64])
+        assert block[64:] == b"device communicator"
+        assert nodes.gpu(rank).events == [
+            *("zero", "synchronize", "close window", "free", "closed memory"),
+            *("synchronize", "close device communicator", "free", "abort"),
+        ]
+
+
+def test_one_node_has_no_rail(machine):
+    def run(rank, all_gather):
+        with connect(rank, all_gather, num_ranks=2) as group:
+            memory = group.allocate(100)
+            assert not group._communicator.device_comms
+            return group.num_nodes, group.ranks_per_node, memory.rail
+
+    assert run_threads(run, 2) == [(1, 2, None)] * 2
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (
+            lambda machine: setattr(machine, "gin", nccl_stand_in.NcclGinType.NONE),
+            "RuntimeError: NCCL finds no GIN between nodes (railed_gin_type is NONE); it needs",
+        ),
+        (
+            lambda machine: setattr(machine, "gin", nccl_stand_in.NcclGinType.EFA_GDA),
+            "RuntimeError: GIN is by EFA_GDA, whose signals do not wait",
+        ),
+        (
+            lambda machine: setattr(machine, "bindings", "2.32.4"),
+            "RuntimeError: nccl4py asks for a device communicator of NCCL 2.32.4, and the device "
+            "library that kernels are linked with is of 2.32.3; pip install "
+            "nvidia-nccl-cu12==2.32.4 (-cu13 for CUDA 13), or the nccl4py of 2.32.3",
+        ),
+    ],
+)
+def test_nodes_that_nccl_cannot_join(nodes, change, said):
+    change(nodes)
+    text = refused(RankError, run_threads(connect_nodes, 4))
+    assert text.startswith(f"could not reach other nodes by NCCL: ranks 0, 1, 2 and 3: {said}")
+    assert all(gpu.events[-1] == "abort" for gpu in nodes.gpus.values())
+
+
+def test_nodes_and_an_nccl_that_is_too_old(nodes, monkeypatch):
+    monkeypatch.setattr(nccl_stand_in, "VERSION", "2.31.4")
+    text = refused(RankError, run_threads(connect_nodes, 4))
+    assert "NCCL is 2.31.4 (/somewhere/libnccl.so.2), and a NcclGroup over several nodes" in text
+    assert "needs 2.32 or later; pip install 'nvidia-nccl-cu13>=2.32'" in text
+
+
+def test_nodes_without_the_device_library(nodes, monkeypatch):
+    def find(name):
+        raise ToolchainError(f"no {name} today")
+
+    monkeypatch.setattr(nccl_rail.link, "find", find)
+    text = refused(RankError, run_threads(connect_nodes, 4))
+    assert "ToolchainError: no nccl_device today" in text
+
+
+def test_a_device_communicator_that_fails_on_one_rank_fails_on_all(nodes):
+    nodes.gpu(2).broken = {"create_dev_comm"}
+    text = refused(RankError, run_threads(connect_nodes, 4))
+    assert text == (
+        "could not connect the nodes by NCCL: rank 2: MemoryError: no create_dev_comm today"
+    )
+    assert nodes.gpu(0).events == ["synchronize", "close device communicator", "free", "abort"]
+    assert nodes.gpu(2).events == ["synchronize", "abort"]
+
+
+def test_a_device_communicator_without_contexts(nodes):
+    nodes.num_contexts = 0
+    text = refused(RankError, run_threads(connect_nodes, 4))
+    assert "RuntimeError: NCCL made a device communicator without GIN contexts" in text
 
 
 def test_nccl_that_is_too_old(machine, monkeypatch):

@@ -97,7 +97,7 @@ ORDER = {
         "hybrid_combine",
         "transfer_pairs",
     ],
-    "jit": ["params", "render", "nvrtc", "cache", "store", "build"],
+    "jit": ["params", "render", "nvrtc", "link", "cache", "store", "build"],
     "run": [
         "driver",
         "arrays",
@@ -116,6 +116,7 @@ ORDER = {
         "peer_group",
         "nccl_library",
         "nccl_allocation",
+        "nccl_rail",
         "nccl_group",
         "host_counts",
         "group_workspace",
