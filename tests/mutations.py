@@ -50,12 +50,16 @@ SYNCHRONISING = (
     r"end_(?:head|launch_number|sums)|publish_(?:mid|first|launch_number|pairs)|free_task|wgmma_(?:fence|commit|wait)|fence_gpu|"
     r"start_next_launch|clear_other_bank|drop_preloaded|fetch_add_shared|store_\w+_gpu|"
     r"signal_ranks|commit_stores|add_starts|end_transfer|"
-    r"tell_ranks(?:_when_all)?|leave_if_aborted|stage_tokens|init_sums|finish_expert_tile|store_\w+_sys"
+    r"tell_ranks(?:_when_all)?|leave_if_aborted|stage_tokens|init_sums|finish_expert_tile|store_\w+_sys|"
+    r"put|flush|add_tail|enter_rail|tell_tails|add_release_sys|or_release_sys|note_\w+|store_row_scales"
 )
+_NESTED = r"(?:[^()]|\((?:[^()]|\([^()]*\))*\))*"
 REPLACEMENTS = (
     (r"load_acquire_gpu\(", "load_relaxed_gpu("),
     (r"load_relaxed_gpu\(", "*("),
-    (r"load_acquire_sys\(", "load_relaxed_sys("),
+    (rf"load_acquire_sys\(({_NESTED})\)", r"emu::load(\1, emu::kRelaxed, emu::kSys)"),
+    (r"add_release_sys\(([^;]*)\);", r"emu::fetch_add(\1, emu::kRelaxed, emu::kSys);"),
+    (r"or_release_sys\(([^;]*)\);", r"emu::fetch_or(\1, emu::kRelaxed, emu::kSys);"),
     (r"store_release_sys\(", "store_relaxed_sys("),
     (r"store_release_sys\(", "store_release_gpu("),
     (r"store_release_gpu\(", "store_relaxed_gpu("),
@@ -124,6 +128,22 @@ REPLACEMENTS = (
     (r"tokens \+ 1\)", "tokens)"),
     (r"mask < 8;", "mask < 4;"),
     (r"kQuantizes && p\.x_is_bf16", "kQuantizes"),
+    # Between nodes.
+    (r"(?<=if \()numbers &&", "true &&"),
+    (r"\(from > to \? from - 1 : from\)", "from"),
+    (r"is_own \?", "true ?"),
+    (r"node == own_node\(p\) \?", "true ?"),
+    (r"node [!=]= own_node\(p\)(?=\)| &&)", "false"),
+    (r"i < kDomainRanks", "i < 1"),
+    (r" && has_room", ""),
+    (r"missing == 0", "true"),
+    (r"seen >> kEndShift == 0", "u32(seen) == 0"),
+    (r"\(first \+ num\)(?= \* p\.channel_tokens)", "first"),
+    (r"all_tell\(p, kWaitCounts, p\.counts_ready_at\) &&", "true &&"),
+    (r"&& ranks_tell\([^()]*\)", "&& true"),
+    (r"\(ended & [^;]*\) == 0", "true"),
+    (r"place\.x != kNoPlace && node_of", "node_of"),
+    (r"kExpertRows \? is_here :", "true ? is_here :"),
 )
 # Terms of addresses and coordinates; each becomes 0.
 TERMS = (
@@ -229,7 +249,7 @@ TERMS = (
     r"(?<=group = )i \* kWarpThreads",
     r"i64\(token\) \* p\.(?:x_scale_token|bias_\d)_stride",
     r"i64\(group\) \* p\.x_scale_group_stride",
-    r"p\.rank << kRecordPartBits",
+    r"sent\.source << kRecordPartBits",
     r"(?<=kRecordPartBits \| )part",
     r"home >> kRecordPartBits",
     r"(?<=kRecordIds \+ )(?:lane_idx\(\)|slot)",
@@ -241,6 +261,30 @@ TERMS = (
     r"u32\(unit % kPieces\) \* kPieceBytes",
     r"u64\(warp_idx\(\)\) \* num_blocks\(\)",
     r"(?<=num_blocks\(\) \+ )block_idx\(\)",
+    # Between nodes.
+    r"own_node\(p\) \* (?:8|kNodeRanks)",
+    r"(?<![.\w])node \* kNodeRanks",
+    r"(?:p\.rank|source) % kNodeRanks",
+    r"first_of_domain\(p\)(?= \+)",
+    r"i64\(from\) \* kMaxChannels",
+    r"(?<=kMaxChannels \+ )channel",
+    r"i64\(rank\) \* kCountWords",
+    r"i64\(token\) \* kM(?:essageBytes|axParts)",
+    r"[iu]64\(node\) \* p\.rank_(?:capacity|tokens)",
+    r"(?<=kMaxNodeParts \+ )part",
+    r"(?<=p\.rank_capacity \+ )(?:slot|token)",
+    r"(?<=kMessagePlaces \+ )2 \* lane(?:_idx\(\))?",
+    r"(?<=kMessage(?:Experts|Weights) \+ )lane(?:_idx\(\))?",
+    r"(?<=first_slot \+ )(?:i|taken)\b",
+    r"i / kNumRanks \* kBatchRows",
+    r"\btoken(?= \| \()",
+    r"entry\[0\] >> kTokenBits",
+    r"(?<=: )__popc\(nodes & [^;]*\)(?= << kTokenBits)",
+    r"(?<=num_sent - )num_told",
+    r"u64\(is_end\) << kEndShift",
+    r"(?<=block_idx\(\) \* kBlockChannels \+ )warp",
+    r"block_idx\(\) \* kBlockChannels",
+    r"channel \* p\.channel_tokens",
 )
 # The start of such a statement; definitions and expressions are something else.
 _STATEMENT = rf"[;{{}})]\s*((?:{SYNCHRONISING})(?:<\w+>)?\()"

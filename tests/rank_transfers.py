@@ -12,7 +12,7 @@ from jitmoe import GroupWorkspace, combine, dispatch, fp8, reference
 from jitmoe.run.driver import num_devices
 from jitmoe.run.workspace import DeviceTimeout
 
-NUM_EXPERTS, HIDDEN, TOP_K = 32, 1024, 4
+NUM_EXPERTS, HIDDEN, TOP_K = 24, 1024, 4
 
 
 def run_transfers(rank, num_ranks, all_gather, share_gpu, kind, counts, nodes=1) -> float:

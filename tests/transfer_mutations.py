@@ -25,6 +25,7 @@ from jitmoe.emulate.compile import build
 from jitmoe.emulate.run import EmulationError
 from jitmoe.emulate.transfer import EmulatedTransfer, Sent
 from jitmoe.plan.dispatch import DispatchPlan
+from jitmoe.plan.hybrid_dispatch import HybridDispatchPlan
 from jitmoe.plan.transfer import TransferPlan
 
 DISPATCH, COMBINE = 0, 1  # kernels of EmulatedTransfer
@@ -146,7 +147,7 @@ def _case(
     kernel: int, sizes: tuple[int, ...], token_counts, layout: str, **changes
 ) -> TransferCase:
     """`sizes` are ranks, hidden, experts of a rank, top_k."""
-    names = {f.name for f in dataclasses.fields(DispatchPlan)} & changes.keys()
+    names = {f.name for f in dataclasses.fields(HybridDispatchPlan)} & changes.keys()
     of_plan = LAYOUTS[layout] | {name: changes.pop(name) for name in names}
     return TransferCase(kernel, make_plan(*sizes, **of_plan), token_counts, **changes)
 
@@ -164,4 +165,22 @@ CASES = (
     _case(DISPATCH, (2, 5120, 4, 2), ((40, 2), (1, 40)), "tokens", num_blocks=1),
     _case(DISPATCH, (5, 128, 40, 32), ((9, 0, 2, 3, 1), (3, 3, 0, 7, 0)), "experts"),
     _case(COMBINE, (5, 128, 40, 32), ((9, 0, 2, 3, 1),), "experts"),
+    # Between nodes: a network card and memory; blocks without channels and channels of several
+    # messages; nodes of one rank and of several.
+    _case(
+        *(DISPATCH, (4, 128, 3, 3), ((5, 0, 3, 1), (1, 6, 0, 4)), "tokens, fp8"),
+        **{"num_nodes": 2, "rail": "gin", "num_cached": 1},
+    ),
+    _case(
+        *(DISPATCH, (6, 128, 2, 4), ((17, 0, 9, 1, 3, 5), (2, 4, 0, 0, 19, 1)), "experts"),
+        **{"num_nodes": 3, "rail": "memory", "num_blocks": 1, "first_expert": 5},
+    ),
+    _case(
+        *(COMBINE, (4, 264, 3, 3), ((5, 0, 9, 20),), "tokens"),
+        **{"num_nodes": 2, "rail": "gin", "num_biases": 1},
+    ),
+    _case(
+        *(COMBINE, (6, 1032, 2, 4), ((7, 0, 9, 1, 3, 5),), "experts"),
+        **{"num_nodes": 3, "rail": "memory", "num_blocks": 1, "num_biases": 2},
+    ),
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
+from jitmoe.plan.gpu import GpuSpec
 from jitmoe.plan.memory_map import MemoryMap, Region, align, ceil_div
 from jitmoe.plan.plan import Param, PlanError
 from jitmoe.plan.transfer import TransferPlan
@@ -18,6 +19,10 @@ RAILS = ("memory", "delayed", "gin")
 MAX_NODES = 32  # a lane for each
 MAX_NODE_RANKS = 32  # a bit for each
 MAX_BLOCK_CHANNELS = 8
+# What a rank's network card sends: 400 Gbit/s (guess: one ConnectX-7 for each GPU).
+RAIL_GBPS = 50
+# What a block writes: 45 to 54 in a dispatch (8 virtual ranks of 2 to 4 blocks, H200, 2026-12-01).
+WRITTEN_GBPS = 45
 _QUEUED_PUTS = 7  # of a warp, rail "delayed"
 
 
@@ -116,6 +121,19 @@ class HybridPlan(TransferPlan):
             Param("rank_tokens", "u32", "most tokens of any rank"),
             Param("channel_tokens", "u32", "tokens of a channel, the same on all ranks"),
         )
+
+    def busy_blocks(self, gpu: GpuSpec) -> float:
+        """Over a network, of what takes longer, rail or links, when tokens are routed evenly: a
+        token then has so many nodes and ranks, and its rank writes a message, and a row for each
+        rank.
+        """
+        if self.rail != "gin":
+            return super().busy_blocks(gpu)
+        k = self.top_k
+        nodes, ranks = (n * (1 - (1 - 1 / n) ** k) for n in (self.num_nodes, self.num_ranks))
+        on_rail = nodes * (1 - 1 / self.num_nodes) / RAIL_GBPS
+        on_links = ranks * (1 - 1 / self.node_ranks) / gpu.link_gbps
+        return max(4, (1 + ranks) / max(on_rail, on_links) / WRITTEN_GBPS)
 
     def channel_tokens(self, rank_tokens: int, num_blocks: int) -> int:
         """Tokens of a channel when no rank has more than `rank_tokens`."""

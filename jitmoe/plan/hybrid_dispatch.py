@@ -27,8 +27,8 @@ class HybridDispatchPlan(HybridPlan, DispatchPlan):
 
     @property
     def block_channels(self) -> int:
-        """As many as there are rows of two warps each in shared memory, and an even number; fewer for
-        the delayed rail, which takes more registers.
+        """As many as there are rows of two warps each in shared memory, and an even number; the
+        delayed rail takes more registers.
         """
         fitting = self._free_bytes // (2 * self._row_buffer)
         most = MAX_BLOCK_CHANNELS - 2 if self.rail == "delayed" else self.most_channels

@@ -130,6 +130,10 @@ class TransferPlan(Plan):
             )
         )
 
+    def busy_blocks(self, gpu: GpuSpec) -> float:
+        """Blocks of a rank that keep its links busy."""
+        return gpu.link_gbps / BLOCK_GBPS
+
     def symmetric(self, rank_tokens: int) -> MemoryMap:
         """Regions of a rank that other ranks write; the same for dispatch and combine."""
         counts = self.num_ranks, self.num_columns, self.record_words, self.max_parts
@@ -198,4 +202,4 @@ def num_sms_wanted(gpu: GpuSpec, plan: TransferPlan) -> int:
     """
     if plan.local_ranks > 1 or gpu.link_gbps == 0:
         return gpu.num_sms
-    return min(gpu.num_sms, 2 * ceil(1.25 * gpu.link_gbps / BLOCK_GBPS / 2))
+    return min(gpu.num_sms, 2 * ceil(1.25 * plan.busy_blocks(gpu) / 2))

@@ -14,9 +14,9 @@ DEVICE Chunk chunk_of_block(const Params& p) {
 // As many on every rank: those of a rank with the most tokens.
 DEVICE u32 num_channels(const Params& p) { return ceil_div(p.rank_tokens, p.channel_tokens); }
 
-// How far `channel` from `from` is, on this rank: in the lower half messages so far, in the upper half their number in all
-// and 1, or 0 while that is open. Whoever has seen the end leaves zero for the next launch, which writes only once this
-// rank has entered it.
+// How far `channel` from `from` is, on this rank: in the lower half messages so far, in the upper half their number in
+// all and 1, or 0 while that is open. Whoever has seen the end leaves zero for the next launch, which writes only once
+// this rank has entered it.
 constexpr u32 kEndShift = 32;
 DEVICE i64 tail_at(const Params& p, u32 from, u32 channel) {
     return p.rail_tails_at + (i64(from) * kMaxChannels + channel) * 8;

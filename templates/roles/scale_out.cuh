@@ -19,8 +19,8 @@ DEVICE void write_message(const Params& p, Smem& smem, u32 warp, u32 token, uint
     words[kMessageWeights + lane_idx()] = sent.weight;
 }
 
-// Messages, of which lane n has the number to node n, and the number at the last time; and whether that is all. The rail
-// may bring such news in any order.
+// Messages, of which lane n has the number to node n, and the number at the last time; and whether that is all. The
+// rail may bring such news in any order.
 DEVICE void tell_tails(const Params& p, u32 channel, u32 num_sent, u32 num_told, bool is_end) {
     fence_async_global();  // pairs with forward_message
     for (u32 node = 0; node < kNumNodes; ++node) {

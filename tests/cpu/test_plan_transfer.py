@@ -11,6 +11,7 @@ from jitmoe.plan.gpu import GPUS
 from jitmoe.plan.models import MODELS
 from jitmoe.plan.plan import PlanError
 from jitmoe.plan.transfer import TransferPlan, num_sms_wanted
+from jitmoe.plan.transfer_pairs import dispatch_plan
 
 H200 = GPUS["h200"]
 PLAN = DispatchPlan("sm_90a", hidden=7168, num_experts=32, top_k=8, num_ranks=8)
@@ -68,6 +69,11 @@ def test_blocks_that_keep_links_busy():
     assert num_sms_wanted(GPUS["h100-pcie"], PLAN) == 114, "which has no links"
     assert num_sms_wanted(GPUS["h20"], PLAN) == 64
     assert num_sms_wanted(H200, replace(PLAN, local_ranks=8)) == 132
+    rail = [
+        dispatch_plan("sm_90a", 7168, 256 // num_ranks, 8, num_ranks, num_nodes=nodes, rail="gin")
+        for nodes, num_ranks in ((2, 16), (4, 32), (8, 64))
+    ]
+    assert [num_sms_wanted(H200, plan) for plan in rail] == [12, 6, 6], "a network is slower"
 
 
 def _plans():
