@@ -59,7 +59,7 @@ def symbols(cubin: bytes) -> dict[str, bool]:
 
 
 # What a driver gives a cubin that it loads.
-OF_THE_DRIVER = {"__assertfail", ".nv.reservedSmem.offset0"}
+OF_THE_DRIVER = {"__assertfail", ".nv.reservedSmem.offset0", ".nv.reservedSmem.cap"}
 
 
 @pytest.mark.timeout(300)
