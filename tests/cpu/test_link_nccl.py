@@ -12,6 +12,7 @@ from tiny_plan import TinyPlan
 
 from jitmoe.jit import build, cache, link, nvrtc, render
 from jitmoe.jit.nvrtc import CompileError, ToolchainError
+from jitmoe.plan.transfer_pairs import combine_of, dispatch_plan
 from jitmoe.run import nccl_rail
 
 LIBRARY = "nccl_device"
@@ -58,7 +59,7 @@ def symbols(cubin: bytes) -> dict[str, bool]:
 
 
 # What a driver gives a cubin that it loads.
-OF_THE_DRIVER = {"__assertfail", ".nv.reservedSmem.offset0"}
+OF_THE_DRIVER = {"__assertfail", ".nv.reservedSmem.offset0", ".nv.reservedSmem.cap"}
 
 
 @pytest.mark.timeout(300)
@@ -78,6 +79,19 @@ def test_put_signal_and_flush_link(templates, arch):
     build._memo.clear()
     again = build.build(RailPlan(arch))
     assert again.origin == "disk" and again.cubin.resources == cubin.resources
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_dispatch_and_combine_link(arch):
+    """The kernels themselves: without spills or setmaxnreg, which ptxas ignores beside calls."""
+    sent = dispatch_plan(arch, 7168, 16, 8, 16, "fp8", True, alignment=128, num_nodes=2, rail="gin")
+    rows = dispatch_plan(arch, 7168, 16, 8, 16, num_nodes=2, rail="gin")
+    for outcome in build.build_many([sent, combine_of(rows)]):
+        assert outcome.error is None, outcome.error
+        found = symbols(outcome.built.cubin.data)
+        assert found[outcome.plan.name]
+        assert {name for name, is_defined in found.items() if not is_defined} <= OF_THE_DRIVER
 
 
 def test_a_symbol_that_no_library_has_is_told(tmp_path, monkeypatch):
