@@ -60,8 +60,8 @@ def dispatch(
     max_num_tokens
                   the most tokens of any rank in this call, the same on all ranks (default in a
                   LocalGroup: what the ranks have)
-    num_sms       blocks of each rank (default: as many as keep its links busy, all in a LocalGroup);
-                  between nodes the same on all ranks
+    num_sms       blocks of each rank (default: as many as keep its links busy, all in a
+                  LocalGroup); between nodes the same on all ranks
     workspace     a GroupWorkspace (default: the group's)
     stream        an address or a CuPy or PyTorch stream (default: the current one)
 
