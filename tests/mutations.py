@@ -331,9 +331,9 @@ EQUIVALENT = {
     "roles/reduce.cuh: block_idx() -> 0 #2": "the same",
     "roles/dispatch.cuh: without sync_warp(); #2": "the loop over tokens has one before the next "
     "token's scales, too",
-    "roles/forward.cuh: !p.is_cached -> true #2": "records are copied to handles by dispatches that "
-    "are not cached, and nobody reads them later",
-    "roles/scale_up.cuh: without fence_async_global();": "who reads the rows by TMA has a fence, too",
+    "roles/forward.cuh: !p.is_cached -> true #2": "records go to handles in dispatches that are not "
+    "cached, and nobody reads them later",
+    "roles/scale_up.cuh: without fence_async_global();": "who reads rows by TMA has one, too",
 }
 # Mutants that no schedule so far has shown to be wrong: why.
 UNSEEN = {
@@ -356,8 +356,8 @@ UNSEEN = {
     "tests/cpu/test_emulate_hybrid_faults.py",
     "roles/forward.cuh: !p.is_cached -> true": "needs another number of blocks than that of the "
     "handle's dispatch: see tests/cpu/test_emulate_hybrid.py",
-    "roles/forward.cuh: place.x != kNoPlace && node_of -> node_of": "needs 64 ranks: an unused slot "
-    "looks like one of rank 63",
+    "roles/forward.cuh: place.x != kNoPlace && node_of -> node_of": "needs 64 ranks: an unused "
+    "slot looks like one of rank 63",
 }
 
 
