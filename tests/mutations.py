@@ -331,8 +331,10 @@ EQUIVALENT = {
     "roles/reduce.cuh: block_idx() -> 0 #2": "the same",
     "roles/dispatch.cuh: without sync_warp(); #2": "the loop over tokens has one before the next "
     "token's scales, too",
-    "roles/forward.cuh: !p.is_cached -> true #2": "records go to handles in dispatches that are not "
-    "cached, and nobody reads them later",
+    "roles/forward.cuh: !p.is_cached -> true #2": "records go to handles in dispatches that are "
+    "not cached, and nobody reads them later",
+    "roles/tell_nodes.cuh: !p.is_cached -> true #2": "the counts of the launch before go once more, "
+    "and nobody reads them",
     "roles/scale_up.cuh: without fence_async_global();": "who reads rows by TMA has one, too",
 }
 # Mutants that no schedule so far has shown to be wrong: why.
