@@ -333,7 +333,7 @@ EQUIVALENT = {
     "token's scales, too",
     "roles/forward.cuh: !p.is_cached -> true #2": "records go to handles in dispatches that are "
     "not cached, and nobody reads them later",
-    "roles/tell_nodes.cuh: !p.is_cached -> true #2": "the counts of the launch before go once more, "
+    "roles/tell_nodes.cuh: !p.is_cached -> true #2": "counts of the launch before go once more, "
     "and nobody reads them",
     "roles/scale_up.cuh: without fence_async_global();": "who reads rows by TMA has one, too",
 }
