@@ -279,7 +279,7 @@ TERMS = (
     r"i / kNumRanks \* kBatchRows",
     r"\btoken(?= \| \()",
     r"entry\[0\] >> kTokenBits",
-    r"(?<=: )__popc\(nodes & [^;]*\)(?= << kTokenBits)",
+    rf"(?<=: )__popc\(nodes & {_NESTED}\)",
     r"(?<=num_sent - )num_told",
     r"u64\(is_end\) << kEndShift",
     r"(?<=block_idx\(\) \* kBlockChannels \+ )warp",
@@ -331,6 +331,11 @@ EQUIVALENT = {
     "roles/reduce.cuh: block_idx() -> 0 #2": "the same",
     "roles/dispatch.cuh: without sync_warp(); #2": "the loop over tokens has one before the next "
     "token's scales, too",
+    "roles/forward.cuh: !p.is_cached -> true #2": "records go to handles in dispatches that are "
+    "not cached, and nobody reads them later",
+    "roles/tell_nodes.cuh: !p.is_cached -> true #2": "counts of the launch before go once more, "
+    "and nobody reads them",
+    "roles/scale_up.cuh: without fence_async_global();": "who reads rows by TMA has one, too",
 }
 # Mutants that no schedule so far has shown to be wrong: why.
 UNSEEN = {
@@ -348,6 +353,13 @@ UNSEEN = {
     "which is not emulated",
     "roles/notify.cuh: store_release_sys( -> store_release_gpu(": "the same",
     "roles/first_task.cuh: && take_first_task(p, head, block) -> && true": "the same",
+    "roles/end_dispatch.cuh: load_relaxed_gpu( -> *(": "is of a wait that has run out of time",
+    "roles/arrivals.cuh: first_of_domain(p) -> 0": "is what such a wait names: see "
+    "tests/cpu/test_emulate_hybrid_faults.py",
+    "roles/forward.cuh: !p.is_cached -> true": "needs another number of blocks than that of the "
+    "handle's dispatch: see tests/cpu/test_emulate_hybrid.py",
+    "roles/forward.cuh: place.x != kNoPlace && node_of -> node_of": "needs 64 ranks: an unused "
+    "slot looks like one of rank 63",
 }
 
 

@@ -87,6 +87,13 @@ class TransferCase:
         placed = launches[0 if self.num_cached else -1]
         last = [(new[0], *old[1:]) for new, old in zip(launches[-1], placed, strict=True)]
         check_dispatched(emulated, last, found[-1], self.first_expert)
+        if not isinstance(plan, HybridDispatchPlan):
+            return
+        # What it left for combine alone: lists of what went on.
+        rng = np.random.default_rng(seed)
+        rows = [random_rows(rng, own.num_received[1], plan.hidden) for own in found[-1]]
+        ys = emulated.combine(rows, found[-1], timeout_s=60)
+        check_combined(ys, combined(plan, placed, found[-1], rows))
 
     def _combine(self, emulated: EmulatedTransfer, seed: int, options: dict) -> None:
         calls, sent = sent_of(self)
