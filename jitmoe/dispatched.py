@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 
 import numpy as np
@@ -48,7 +48,7 @@ class DispatchHandle:
         most = self.plan.num_ranks * self.max_num_tokens, self.plan.num_rows(self.max_num_tokens)
         return self.received or most
 
-    @property
+    @cached_property
     def regions(self) -> MemoryMap:
         return handle_regions(self.plan, self.num_tokens, self.max_num_tokens)
 
@@ -105,15 +105,64 @@ class Dispatched:
     handle         for combine
     """
 
-    x: object
-    topk_ids: object
-    topk_weights: object
-    expert_counts: object
-    expert_starts: object
-    num_received: object
-    num_tokens: int | None
-    num_rows: int | None
     handle: DispatchHandle
+    row_addresses: tuple[int, int]  # and of their scales
+
+    # Arrays are made when they are asked for: a call takes less of the host's time.
+
+    @cached_property
+    def x(self):
+        plan, (rows, scales) = self.handle.plan, self.row_addresses
+        if plan.format == "bf16":
+            return self._rows(rows, plan.hidden, np.uint16, "bf16")
+        codes = self._rows(rows, plan.hidden, np.uint8, "e4m3")
+        return codes, self._rows(scales, plan.num_groups, np.float32)
+
+    @cached_property
+    def topk_ids(self):
+        return self._record_columns(0, np.int32)
+
+    @cached_property
+    def topk_weights(self):
+        return self._record_columns(1, np.float32)
+
+    @cached_property
+    def expert_counts(self):
+        return self._own(self.handle.array("expert_counts"))
+
+    @cached_property
+    def expert_starts(self):
+        return self._own(self.handle.array("expert_starts"))
+
+    @cached_property
+    def num_received(self):
+        return self._own(self.handle.array("num_received"))
+
+    @property
+    def num_tokens(self) -> int | None:
+        return None if self.handle.received is None else self.handle.received[0]
+
+    @property
+    def num_rows(self) -> int | None:
+        return None if self.handle.received is None else self.handle.received[1]
+
+    def _own(self, words, dtype=np.int32):
+        return families.as_family(words.view(dtype), self.handle.family)
+
+    def _record_columns(self, part: int, dtype):
+        """One of the parts of records that have a word for each slot."""
+        k, records = self.handle.plan.top_k, self.handle.array("own_records")
+        return self._own(records[: self.handle.room[0], 2 + part * k :][:, :k], dtype)
+
+    def _rows(self, address: int, num_columns: int, dtype, meaning: str | None = None):
+        import cupy
+
+        num_rows = self.handle.room[1]
+        size = max(num_rows * num_columns * np.dtype(dtype).itemsize, 1)
+        memory = cupy.cuda.UnownedMemory(address, size, self.handle, self.handle.group.device)
+        pointer = cupy.cuda.MemoryPointer(memory, 0)
+        array = cupy.ndarray((num_rows, num_columns), dtype, pointer)
+        return families.as_family(array, self.handle.family, meaning)
 
 
 def new_handle(
@@ -134,42 +183,3 @@ def new_handle(
         with nullcontext() if is_current else on_stream(stream):
             memory = cupy.empty(words, cupy.uint32)
     return DispatchHandle(group, plan, num_tokens, max_num_tokens, rank, family, memory)
-
-
-def dispatched(handle: DispatchHandle, rows: int, row_scales: int) -> Dispatched:
-    """Arrays over a handle and over rows and scales at these addresses."""
-    import cupy
-
-    plan, room = handle.plan, handle.room
-    num_tokens, num_rows = handle.received or (None, None)
-    device = handle.group.device
-
-    def array(address: int, num_columns: int, dtype):
-        size = max(room[1] * num_columns * np.dtype(dtype).itemsize, 1)
-        memory = cupy.cuda.UnownedMemory(address, size, handle, device)
-        pointer = cupy.cuda.MemoryPointer(memory, 0)
-        return cupy.ndarray((room[1], num_columns), dtype, pointer)
-
-    def own(words, dtype=np.int32):
-        return families.as_family(words.view(dtype), handle.family)
-
-    records = handle.array("own_records")[: room[0]]
-    ids, weights = (records[:, 2 + i * plan.top_k :][:, : plan.top_k] for i in (0, 1))
-    if plan.format == "fp8":
-        x = (
-            families.as_family(array(rows, plan.hidden, np.uint8), handle.family, "e4m3"),
-            families.as_family(array(row_scales, plan.num_groups, np.float32), handle.family),
-        )
-    else:
-        x = families.as_family(array(rows, plan.hidden, np.uint16), handle.family, "bf16")
-    return Dispatched(
-        x,
-        own(ids),
-        own(weights, np.float32),
-        own(handle.array("expert_counts")),
-        own(handle.array("expert_starts")),
-        own(handle.array("num_received")),
-        num_tokens,
-        num_rows,
-        handle,
-    )

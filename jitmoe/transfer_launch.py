@@ -51,6 +51,11 @@ class Launch:
         if isinstance(plan, HybridPlan):
             self.channel_tokens = plan.channel_tokens(rank_tokens, num_blocks)
             group.agree("send between nodes", num_sms=num_blocks)  # channels go in pairs
+        # Of rows that come to each rank, and of their scales.
+        self.row_addresses = [
+            tuple(workspace.address(plan, rank, name) for name in ("rows", "row_scales"))
+            for rank in group.ranks
+        ]
         self._blocks = [ParamBlock(plan) for _ in group.ranks]
         self._params = JoinedParams(self._blocks)
         self.generation = workspace.generation

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
-from jitmoe.dispatched import DispatchHandle, dispatched, new_handle
+from jitmoe.dispatched import Dispatched, DispatchHandle, new_handle
 from jitmoe.fused_ranks import by_rank, common_bound, implicit_workspace
 from jitmoe.plan.dispatch import DispatchPlan
 from jitmoe.plan.problem import MAX_TOKENS
@@ -74,10 +74,7 @@ def run_dispatch(group: Group, workspace, stream, how: How, x, topk_ids, topk_we
     if how.exact and not is_cached:
         counts = [own.wait(memory.check) for own in memory.host_counts]
         handles = [replace(own, received=n) for own, n in zip(handles, counts, strict=True)]
-    places = (
-        [memory.address(plan, own.rank, name) for name in ("rows", "row_scales")] for own in handles
-    )
-    found = [dispatched(own, *at) for own, at in zip(handles, places, strict=True)]
+    found = [Dispatched(*of) for of in zip(handles, launch.row_addresses, strict=True)]
     return found if isinstance(group, LocalGroup) else found[0]
 
 

@@ -22,6 +22,7 @@ class Launch:
 
     def __init__(self, plan, num_ranks):
         self.plan, self.ranks, self.runs = plan, [None] * num_ranks, 0
+        self.row_addresses = [(1 << 30, 1 << 30)] * num_ranks
 
     def memory(self, index, *names):
         return *(hash(name) % 1000 for name in names), 99
@@ -62,7 +63,6 @@ def workspace_of(group):
         "group": group,
         "workspaces": [],
         "host_counts": [Counts() for _ in group.ranks],
-        "address": lambda plan, rank, name: 1 << 30,
         "check": lambda: None,
     }
     return workspace
@@ -85,7 +85,7 @@ def launches(monkeypatch):
     transfers._checked_plan.cache_clear()
     monkeypatch.setattr(transfers, "ready", ready)
     monkeypatch.setattr(transfers, "new_handle", new_handle)
-    monkeypatch.setattr(transfers, "dispatched", lambda own, rows, scales: own)
+    monkeypatch.setattr(transfers, "Dispatched", lambda own, addresses: own)
     monkeypatch.setattr(transfers, "device_spec", lambda device: gpu_spec("h200"))
     monkeypatch.setattr(transfers, "is_capturing", lambda stream: stream == 666)
     return made
