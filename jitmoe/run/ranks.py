@@ -35,7 +35,7 @@ def check_nodes(num_ranks: int | None, nodes: int, ranks_per_node: int | None) -
     per_node = num_ranks / nodes if ranks_per_node is None else ranks_per_node
     if per_node not in range(1, MAX_NODE_RANKS + 1) and nodes > 1:
         raise ValueError(
-            f"a node may have 1 to {MAX_NODE_RANKS} ranks, as many as every other, got {per_node:g}"
+            f"a node may have 1 to {MAX_NODE_RANKS} ranks, as many as every other, got {per_node!r}"
         )
     if num_ranks is not None and ranks_per_node not in (None, num_ranks / nodes):
         raise ValueError(

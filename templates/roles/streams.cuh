@@ -6,8 +6,8 @@ struct Summer {
     u32 warp;  // of those that do
     Ring<kNumSlots> ring, loading;
 
-    // The pieces `turn`, `turn` + `step` and so on of the sum of the rows that lanes in `rows` have, each times the
-    // lane's factor, are given to `finish(piece)`. One whole warp, which may read the rows by TMA.
+    // Gives `finish(piece)` the sum of the rows that lanes in `rows` have, each times the lane's factor, a piece after
+    // the other. One whole warp, which may read the rows by TMA.
     template <typename Finish>
     DEVICE void add_rows(const Params& p, Smem& smem, u32 rows, const u8* row, float factor, Finish finish) {
         u32 next_piece = 0, next_rows = rows;  // to be loaded
