@@ -310,6 +310,8 @@ EQUIVALENT = {
     "roles/feed.cuh: task.k_begin -> 0": "prefill has no parts: it is 0",
     "roles/expand.cuh: task.k_begin -> 0": "the same",
     "roles/bias.cuh: without sync_warp();": "only keeps the compiler from loading all ahead",
+    "roles/channel_scales.cuh: without sync_warp(); #3": "the same",
+    "roles/channel_scales.cuh: without sync_warp(); #4": "the same",
     "roles/many_ranks.cuh: load_relaxed_gpu( -> *(": "behind the flags of all ranks a "
     "plain load will do",
     "roles/combine_many_ranks.cuh: before != kUnused && -> true &&": "an unused slot's expert "
@@ -367,8 +369,10 @@ UNSEEN = {
     "roles/end_dispatch.cuh: without wait_for_own_rows(p);": "the same",
     "roles/forward.cuh: !p.is_cached -> true": "needs another number of blocks than that of the "
     "handle's dispatch: see tests/cpu/test_emulate_hybrid.py",
+    "roles/forward.cuh: !p.is_cached -> true #3": "the same",
     "roles/forward.cuh: place.x != kNoPlace && node_of -> node_of": "needs 64 ranks: an unused "
     "slot looks like one of rank 63",
+    "roles/scale_out.cuh: place.x != kNoPlace && node_of -> node_of": "the same",
 }
 
 
