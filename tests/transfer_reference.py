@@ -125,6 +125,14 @@ def check_dispatched(emulated, calls, sent, first_expert=0):
     check_rows(emulated, calls, first_expert)
 
 
+def check_no_sums(emulated):
+    """Dispatches, and nothing else so far, have left alone what combines send."""
+    for rank in range(emulated.plans[0].num_ranks):
+        for region in emulated.map.regions:
+            if region.name in ("node_sums", "sums"):
+                assert (emulated.region(rank, region.name) == 0xFF).all(), region.name
+
+
 def random_rows(rng, num, hidden):
     return fp8.encode_bf16(rng.standard_normal((num, hidden)).astype(np.float32))
 

@@ -226,7 +226,8 @@ class EmulatedTransfer:
             np.zeros(2, np.uint32),
         )
         if isinstance(plan, HybridPlan):
-            sent.forwarded = poison(plan.num_nodes, self.rank_tokens, 2)
+            # Not poison, which would end a list that lacks its end.
+            sent.forwarded = np.full((plan.num_nodes, self.rank_tokens, 2), 0x01010101, np.uint32)
             sent.source_starts = poison(plan.num_ranks + 1)
             sent.channel_tokens = plan.channel_tokens(self.rank_tokens, self.num_blocks)
         return sent

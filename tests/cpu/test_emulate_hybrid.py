@@ -9,6 +9,7 @@ from transfer_reference import (
     check_combined,
     check_dispatched,
     check_handles,
+    check_no_sums,
     combined,
     make_plan,
     random_calls,
@@ -155,6 +156,8 @@ def test_ranks_drift_apart(layout, seed):
         for calls, sent in zip(rounds, found, strict=True):
             check_handles(plan, calls, sent)
         check_dispatched(emulated, rounds[-1], found[-1])
+        if turn == 0:
+            check_no_sums(emulated)
         # Any handle will do, not the last dispatch's alone.
         calls, sent = rounds[turn], found[turn]
         rows = [rows_for(plan, sent, launch) for launch in range(3)]

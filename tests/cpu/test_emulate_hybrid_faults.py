@@ -46,8 +46,9 @@ def stopped(emulated, rank):
 
 
 def with_killed(kill, *, dispatch):
+    """One block has no channel and waits for the others."""
     plan = make_nodes(2, 2, "tokens", "gin", 128, 2, 2)
-    emulated = EmulatedTransfer(plan, rank_tokens=8, num_blocks=2)
+    emulated = EmulatedTransfer(plan, rank_tokens=8, num_blocks=3)
     calls, options = random_calls(plan, (8, 8, 8, 8)), {"kill": kill, "expire": True}
     if dispatch:
         emulated.dispatch(calls, **options)
