@@ -39,6 +39,11 @@ EVENTS = {
     WAIT + 20: "wait rows",
     WAIT + 21: "wait sums wanted",
     WAIT + 22: "wait sums",
+    WAIT + 23: "wait rail",
+    WAIT + 24: "wait messages",
+    WAIT + 25: "wait mates",
+    WAIT + 26: "wait home",
+    WAIT + 27: "wait flush",
 }
 CODES = {name: code for code, name in EVENTS.items()}
 

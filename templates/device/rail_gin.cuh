@@ -48,8 +48,8 @@ constexpr u32 kGinBackends = 0x3c;  // all that the library knows: proxy, GDAKI,
 // What Params::rail_comm points at: jitmoe/run/nccl_rail.py writes it.
 constexpr u32 kGinCommAt = 64;  // of NCCL's ncclDevComm, behind the number of its contexts
 
-// What one thread needs for a call. A warp always takes the same context, whose puts and signals to a rank are in
-// order; neighbours take others.
+// What one thread needs for a call, and what all do before it. A warp always takes the same context, whose puts and
+// signals to a rank are in order; neighbours take others.
 struct Gin {
     ncclGin_C net;
     ncclCoopAny coop;
@@ -60,28 +60,30 @@ struct Gin {
         ncclGin_C_init(&net, kGinBackends, comm, int((block_idx() + thread_idx() / kWarpThreads) % num_contexts));
         ncclCoopAnyInitThread(&coop);
     }
-};
 
-DEVICE ncclTeam rail_team(const Params& p) { return {int(kNumNodes), int(p.rank / kNodeRanks), int(kNodeRanks)}; }
-DEVICE ncclWindow_vidmem* rail_window(const Params& p) { return reinterpret_cast<ncclWindow_vidmem*>(p.rail_window); }
+    static DEVICE ncclTeam team(const Params& p) { return {int(kNumNodes), int(p.rank / kNodeRanks), int(kNodeRanks)}; }
+    static DEVICE ncclWindow_vidmem* window(const Params& p) {
+        return reinterpret_cast<ncclWindow_vidmem*>(p.rail_window);
+    }
+
+    // What sync_warp and then one lane's fence of system scope show to the card: all that the warp's lanes wrote, read
+    // or saw acquired, and bulk stores that they waited for. NCCL need not fence again.
+    static DEVICE void fence() {
+        sync_warp();
+        if (lane_idx() == 0) fence_sys();
+    }
+};
 
 // Every warp that uses the rail, first of all.
 DEVICE void begin_rail() {}
 
-// What sync_warp and then one lane's fence of system scope show to the card: all that the warp's lanes wrote, read or
-// saw acquired, and bulk stores that they waited for. NCCL need not fence again.
-DEVICE void fence_for_card() {
-    sync_warp();
-    if (lane_idx() == 0) fence_sys();
-}
-
 DEVICE void put(const Params& p, u32 node, i64 to, i64 from, u32 bytes) {
     using namespace cuda::std;
-    fence_for_card();
+    Gin::fence();
     if (lane_idx() == 0) {
         Gin gin(p);
         const GinWord start = p.rail_offset;
-        ncclGinPut(&gin.net, rail_team(p), int(node), rail_window(p), start + to, rail_window(p), start + from, bytes,
+        ncclGinPut(&gin.net, Gin::team(p), int(node), Gin::window(p), start + to, Gin::window(p), start + from, bytes,
                    false, 0, kSignalInc, 0, false, 0, gin.coop, false, nullptr, kScopeSystem, kScopeSystem);
     }
     sync_warp();
@@ -90,10 +92,10 @@ DEVICE void put(const Params& p, u32 node, i64 to, i64 from, u32 bytes) {
 // A strong signal: it shows once all that its context put to the rank before has landed.
 DEVICE void signal_add(const Params& p, u32 node, i64 at, u64 value) {
     using namespace cuda::std;
-    fence_for_card();
+    Gin::fence();
     if (lane_idx() == 0) {
         Gin gin(p);
-        ncclGinSignal_v3(&gin.net, rail_team(p), int(node), kSignalAtAddress, rail_window(p), p.rail_offset + at, 0,
+        ncclGinSignal_v3(&gin.net, Gin::team(p), int(node), kSignalAtAddress, Gin::window(p), p.rail_offset + at, 0,
                          true, kSignalAdd, value, gin.coop, false, nullptr, kScopeSystem, kScopeSystem, 0);
     }
     sync_warp();

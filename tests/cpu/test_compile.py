@@ -167,7 +167,7 @@ def outcomes():
     return {outcome.plan: outcome for outcome in build_many(PLANS)}
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize("plan", PLANS, ids=PLANS.values())
 def test_compiles_clean(plan, outcomes):
     outcome = outcomes[plan]

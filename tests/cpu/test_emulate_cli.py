@@ -285,9 +285,7 @@ def test_ranks_whose_kernel_is_wrong(damage):
 
 
 def test_ranks_that_wait_for_ever(damage):
-    damage(
-        "roles/flags.cuh", "rank < kNumRanks; rank += kWarpThreads) {", "rank < 1; rank += 99) {"
-    )
+    damage("roles/flags.cuh", "i < kDomainRanks; i += kWarpThreads) {", "i < 1; i += 99) {")
     text = invoke(*SMALL, "--ranks", "2", "--tokens", "5", "--presum", code=1).stdout
     assert "seed 0: FAIL, stopped after" in text and "waits for" in text
     assert {"--ranks", "--presum"} <= set(replay_of(text))

@@ -67,9 +67,14 @@ def test_shared_memory_and_registers_are_used_up_at_most(format, layout, rail):
         assert isinstance(plan, HybridDispatchPlan) and isinstance(combine, HybridCombinePlan)
         up, forward = combine.roles
         split = (up.num_regs, forward.num_regs)
-        assert split == ((40, 216) if layout == "tokens" else (168, 168))
+        shifts = layout == "tokens" and combine.block_channels in (4, 8) and rail != "gin"
+        assert split == (40, 216) if shifts else split[0] == split[1] >= 128
+        if rail == "gin":  # whose functions forbid setmaxnreg: what the launch gives
+            for one in (plan, combine):
+                given = min(65536 // one.num_threads, 255) // 8 * 8
+                assert {role.num_regs for role in one.roles} == {given}
         assert up.num_warps == forward.num_warps == combine.block_channels
-        assert ("buffers" in combine.smem.offsets) == (layout == "tokens")
+        assert ("rows" in combine.smem.offsets) == (layout == "tokens")
         assert ("rail_queue" in combine.smem.offsets) == (rail == "delayed")
     assert (PLAN.block_channels, combine_of(PLAN).block_channels) == (6, MAX_BLOCK_CHANNELS)
 
