@@ -12,8 +12,8 @@ from jitmoe.plan.memory_map import MemoryMap, Region, align
 from jitmoe.plan.plan import Param, PlanError, Role
 
 # Bytes of a row that are summed at a time, and how many such pieces a warp has on their way at
-# least. With 4 KiB a combine inside one domain took 3.2 % less than with 2 KiB where all SMs work,
-# with 1 KiB 6 % more (8 virtual ranks of 4,096 tokens, H200, 2026-12-01).
+# least. 4 KiB instead of 2: 2,799 to 2,763 us by tokens, 3,191 to 3,031 by experts (2 virtual nodes
+# of 4 ranks of 4,096 tokens, H200, two leases of 2026-12-01).
 _PIECE_BYTES = 4096
 _LEAST_SLOTS = 3
 
@@ -60,8 +60,9 @@ class HybridCombinePlan(HybridPlan, CombinePlan):
     @property
     def roles(self) -> tuple[Role, ...]:
         # Warps that only copy leave their registers to those that sum: 40 + 216 of two warpgroups'
-        # 256 (DeepEP V2 has the same split). NCCL's functions forbid it: ptxas refuses setmaxnreg
-        # beside calls (C7506).
+        # 256 (DeepEP V2 has the same split). Rows that stream through shared memory would do with
+        # less; what an even split costs was not measured. NCCL's functions forbid the shift: ptxas
+        # ignores setmaxnreg beside calls (C7506).
         channels = self.block_channels
         even = min(65536 // (64 * channels), 255) // 8 * 8
         splits = channels in (4, 8) and not self.expert_rows and self.rail != "gin"
