@@ -61,7 +61,7 @@ def params(
         *([expert_map] if many_ranks else []),
         Param("pool", "u8*", "scratch: decode, x if quantised here; prefill, its rows by expert"),
         Param("pool_scale", "float*", "scratch: [token][group]; prefill, [group][row]"),
-        Param("row_pairs", "u32*", "scratch"),
+        Param("row_pairs", "u32*", "scratch, by row; in prefill with its use"),
         Param("mid", "u8*", "scratch"),
         Param("mid_scale", "float*", "scratch, [group][row]"),
         Param("slices", "u16*", "scratch, [num_tokens, top_k, hidden] bf16"),

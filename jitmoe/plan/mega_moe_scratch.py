@@ -29,7 +29,7 @@ def scratch(plan, num_tokens: int) -> MemoryMap:
     return MemoryMap(
         (
             *x,
-            Region("row_pairs", "u32", (rows,), 256),
+            Region("row_pairs", "u32", (rows, 2 if plan.split_tokens else 1), 256),
             Region("mid", "u8", (rows, width * c["mid_stride"]), 256),
             Region("mid_scale", "f32", (plan.num_k_blocks_2, scale_rows), 256),
             Region("slices", "u16", (pairs if sums_here else 0, plan.hidden), 256),

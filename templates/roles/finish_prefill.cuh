@@ -4,6 +4,11 @@
 
 constexpr u32 kNumLists = 2;
 
+// Slices of a token that are there, of one tile of GEMM 2.
+DEVICE u32* combine_count(const Params& p, u32 token, u32 tile) {
+    return p.combine_count + u64(token) * kNumTiles2 + tile;
+}
+
 DEVICE void role_deliver(const Params& p, Smem& smem, const Head& head) {
     Ring<kNumTaskSlots> slot;
     Ring<kNumLists> list;
@@ -36,28 +41,31 @@ DEVICE void role_deliver(const Params& p, Smem& smem, const Head& head) {
             num_stored += 1;
         }
         // The list is free: the warps that stored this tile have summed the list before the last.
+        constexpr u32 kLooks = ceil_div(kTileTokens, kWarpThreads);
+        u32 tokens[kLooks] = {}, used[kLooks] = {}, before[kLooks] = {};
+        // One fence releases the tile's slices for all rows, the other acquires those of other tiles: pairs with itself
+        // in other CTAs. Counts are in flight together.
+        fence_gpu();
+#pragma unroll
+        for (u32 i = 0; i < kLooks; ++i) {
+            const u32 row = i * kWarpThreads + lane;
+            if (row >= task.num_rows) continue;
+            tokens[i] = smem.task_rows[slot.stage][row] / kTopK;
+            used[i] = smem.task_used[slot.stage][row];
+            if (goes_alone(used[i])) used[i] = 0;
+            if (used[i] != 0) before[i] = fetch_add_relaxed_gpu(combine_count(p, tokens[i], task.tile), 1);
+        }
+        fence_gpu();
         u32 size = 0;
-#pragma unroll 1
-        for (u32 first = 0; first < task.num_rows; first += kWarpThreads) {
-            const u32 row = first + lane;
-            u32 token = 0, used = 0;
-            bool last = false;
-            if (row < task.num_rows) {
-                token = smem.task_rows[slot.stage][row] / kTopK;
-                used = smem.task_used[slot.stage][row];
-                if (!goes_alone(used)) {
-                    u32* count = p.combine_count + u64(token) * kNumTiles2 + task.tile;
-                    // Releases this tile's slices and, for the last, acquires all others': pairs with itself in other
-                    // CTAs.
-                    last = fetch_add_acq_rel_gpu(count, 1) + 1 == __popc(used);
-                    if (last) store_relaxed_gpu(count, 0);  // ready for the next launch
-                }
-            }
+#pragma unroll
+        for (u32 i = 0; i < kLooks; ++i) {
+            const bool last = used[i] != 0 && before[i] + 1 == __popc(used[i]);
             const u32 lasts = __ballot_sync(kFullMask, last);
             if (last) {
+                store_relaxed_gpu(combine_count(p, tokens[i], task.tile), 0);  // ready for the next launch
                 const u32 at = size + __popc(lasts & lanes_before);
-                smem.list_tokens[list.stage][at] = token;
-                smem.list_used[list.stage][at] = used;
+                smem.list_tokens[list.stage][at] = tokens[i];
+                smem.list_used[list.stage][at] = used[i];
             }
             size += __popc(lasts);
         }

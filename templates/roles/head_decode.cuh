@@ -290,3 +290,4 @@ DEVICE Head run_head(const Params& p, Smem& smem) {
 DEVICE u32 pair_of_row(const Params& p, const Smem& smem, const Head& head, u32 row) {
     return head.local ? u32(smem.local_rows[row]) : p.row_pairs[row];
 }
+DEVICE u32 use_of_row(const Params& p, u32, u32 pair) { return row_use(p, pair); }

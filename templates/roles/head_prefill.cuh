@@ -17,6 +17,12 @@ struct Sorting {
 };
 static_assert(kChunkTokens > 0 && sizeof(Sorting) <= sizeof(Smem::token_tiles), "sorting aliases the token ring");
 
+// What the schedule warp must know of a row: its pair and what row_use says of that, which takes it many loads.
+DEVICE void store_row(const Params& p, u32 row, u32 pair) {
+    *reinterpret_cast<uint2*>(p.row_pairs + 2 * row) = make_uint2(pair, row_use(p, pair));
+}
+DEVICE u32 stored_pair(const Params& p, u32 row) { return p.row_pairs[2 * row]; }
+
 // One warp, from the token's rank, unless no expert here wants it.
 DEVICE void fetch_to_rows(const Params& p, u32 token, const u32* rows, float* scales) {
     if (__ballot_sync(kFullMask, lane_idx() < kTopK && rows[lane_idx() % kTopK] != kNoRow) == 0) return;
@@ -101,7 +107,7 @@ DEVICE void copy_token(const Params& p, u32 token, const u32* rows, float* scale
 DEVICE void store_scales(const Params& p, const Sorting& sorting, u32 first) {
     for (u32 e = thread_idx() / 8; e < kNumExperts; e += kNumThreads / 8) {
         for (u32 row = sorting.begin[e] + thread_idx() % 8; row < sorting.next[e]; row += 8) {
-            const float* scales = sorting.scales + (p.row_pairs[row] / kTopK - first) * kScalePitch;
+            const float* scales = sorting.scales + (stored_pair(p, row) / kTopK - first) * kScalePitch;
 #pragma unroll 8
             for (u32 group = 0; group < kTokenScales; ++group) {
                 p.pool_scale[u64(group) * p.row_capacity + row] = scales[group];
@@ -130,7 +136,7 @@ DEVICE Head run_head(const Params& p, Smem& smem) {
             const u32 expert = expert_of_pair(p, pair);
             const u32 row = expert < kNumExperts ? fetch_add_shared(sorting.next + expert, 1) : kNoRow;
             sorting.rows[pair - first * kTopK] = row;
-            if (row != kNoRow) p.row_pairs[row] = pair;
+            if (row != kNoRow) store_row(p, row, pair);
         }
         sync_block();
         for (u32 token = first + warp_idx(); token < last; token += kNumWarps) {
@@ -153,4 +159,5 @@ DEVICE Head run_head(const Params& p, Smem& smem) {
     return head;
 }
 
-DEVICE u32 pair_of_row(const Params& p, const Smem&, const Head&, u32 row) { return p.row_pairs[row]; }
+DEVICE u32 pair_of_row(const Params& p, const Smem&, const Head&, u32 row) { return stored_pair(p, row); }
+DEVICE u32 use_of_row(const Params& p, u32 row, u32) { return p.row_pairs[2 * row + 1]; }

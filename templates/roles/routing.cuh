@@ -3,7 +3,9 @@
 // pair's position after sorting; experts own ranges of rows (Smem::row_start, row_end) and of blocks of kBlockTokens
 // rows (Smem::block_start).
 
-DEVICE u32 pair_of_row(const Params& p, const Smem& smem, const Head& head, u32 row);  // head_decode, head_prefill
+// Of head_decode or head_prefill.
+DEVICE u32 pair_of_row(const Params& p, const Smem& smem, const Head& head, u32 row);
+DEVICE u32 use_of_row(const Params& p, u32 row, u32 pair);
 
 // Whether tokens are read from Params::pool in decode: quantised here, fetched from ranks, or of MXFP4 put in the order
 // of channel_order.cuh here, where CTAs wait for each other anyway.

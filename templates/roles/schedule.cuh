@@ -105,6 +105,27 @@ DEVICE bool claims_two(const Task& task, u32 index, u32 end) {
     return task.k_end - task.k_begin < kClaimAhead && index + 2 * num_blocks() < end;
 }
 
+// One warp. Loads of all rows are in flight together: a load takes a microsecond beside the stream of tiles, and a tile
+// of GEMM 2 may take eight.
+DEVICE void publish_rows(const Params& p, Smem& smem, const Head& head, const Task& task, u32 slot) {
+    constexpr u32 kLooks = ceil_div(kTileTokens, kWarpThreads);
+    u32 pairs[kLooks], uses[kLooks];
+#pragma unroll
+    for (u32 i = 0; i < kLooks; ++i) {
+        const u32 row = i * kWarpThreads + lane_idx();
+        if (row >= task.num_rows) continue;
+        pairs[i] = pair_of_row(p, smem, head, task.row_start + row);
+        if (task.phase == kGemm2) uses[i] = use_of_row(p, task.row_start + row, pairs[i]);
+    }
+#pragma unroll
+    for (u32 i = 0; i < kLooks; ++i) {
+        const u32 row = i * kWarpThreads + lane_idx();
+        if (row >= task.num_rows) continue;
+        smem.task_rows[slot][row] = pairs[i];
+        if (task.phase == kGemm2) smem.task_used[slot][row] = uses[i];
+    }
+}
+
 DEVICE void role_schedule(const Params& p, Smem& smem, const Head& head) {
     const u32 lane = lane_idx();
     const u32 num_tasks_1 = num_tasks(smem, kGemm1), end = num_tasks_1 + num_tasks(smem, kGemm2);
@@ -127,11 +148,7 @@ DEVICE void role_schedule(const Params& p, Smem& smem, const Head& head) {
         if (index < end) {
             task = decode_task(smem, index);
             trace_task(p, task);
-            for (u32 i = lane; i < task.num_rows; i += kWarpThreads) {
-                const u32 pair = pair_of_row(p, smem, head, task.row_start + i);
-                smem.task_rows[slot.stage][i] = pair;
-                if (task.phase == kGemm2) smem.task_used[slot.stage][i] = row_use(p, pair);
-            }
+            publish_rows(p, smem, head, task, slot.stage);
         }
         if (lane == 0) {
             u32* words = smem.tasks[slot.stage];

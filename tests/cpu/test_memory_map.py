@@ -131,7 +131,7 @@ def test_regions_hold_what_is_indexed(plan):
         assert rows % 4 == 0  # scales of every group start at 16 bytes
         assert shapes["mid"] == (rows, constants["mid_stride"])
         assert shapes["mid_scale"] == (plan.num_k_blocks_2, rows)
-        assert shapes["row_pairs"] == (rows,)
+        assert shapes["row_pairs"] == (rows, 1 + plan.split_tokens)
         assert shapes["slices"] == (pairs, plan.hidden)
         if plan.split_tokens:
             assert shapes["pool"] == (rows, plan.hidden)
