@@ -40,13 +40,14 @@ struct Promotion {
     // first and the second scale. Where no tile of GEMM 1 has a second, rows from 128 on take `second` in both phases.
     float4 first, second;
     // Tokens as columns: scales of the weights, and of pairs of tokens, in registers unless they are many.
-    static constexpr u32 kNumHeld = kTokenRows ? 1 : N <= 32 ? N / 8 : 0;
+    static constexpr bool kHolds = kTokenRows || N <= 32;
+    static constexpr u32 kNumHeld = kTokenRows || !kHolds ? 1 : N / 8;
     float4 weights;
-    float2 held[kNumHeld + 1];
+    float2 held[kNumHeld];
     const float* tokens;
     // What begin_k_block will turn to.
     float4 next_weights;
-    float2 next_held[kNumHeld + 1];
+    float2 next_held[kNumHeld];
     const float* next_tokens;
 
     // Scales of a full stage, before they are needed: beside the reads of the tensor cores shared memory answers late.
@@ -55,10 +56,11 @@ struct Promotion {
         next_weights = kChannelScales ? make_float4(1.0f, 1.0f, 1.0f, 1.0f)
                                       : *reinterpret_cast<const float4*>(smem.weight_scales[stage]);
         next_tokens = smem.token_scales[stage] + at.first_token;
+        if constexpr (kTokenRows) {
+            next_held[0] = make_float2(next_tokens[0], next_tokens[8]);
+        } else if constexpr (kHolds) {
 #pragma unroll
-        for (u32 j = 0; j < kNumHeld; ++j) {
-            next_held[j] = kTokenRows ? make_float2(next_tokens[0], next_tokens[8])
-                                      : *reinterpret_cast<const float2*>(next_tokens + j * 8);
+            for (u32 j = 0; j < kNumHeld; ++j) next_held[j] = *reinterpret_cast<const float2*>(next_tokens + j * 8);
         }
     }
 
@@ -95,7 +97,7 @@ struct Promotion {
                 add_four(sums + 4 * j, partial + 4 * j, s0, s0, s1, s1);
             } else {
                 // Columns: the two tokens. Rows: gate and up.
-                const float2 x = kNumHeld > 0 ? held[j] : *reinterpret_cast<const float2*>(tokens + j * 8);
+                const float2 x = kHolds ? held[kHolds ? j : 0] : *reinterpret_cast<const float2*>(tokens + j * 8);
                 add_four(sums + 4 * j, partial + 4 * j, x.x * low, x.y * low, x.x * high, x.y * high);
             }
         }
