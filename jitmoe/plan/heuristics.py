@@ -107,7 +107,7 @@ def choose(problem: MoeProblem, gpu: GpuSpec, **variant) -> MegaMoePlan:
             num_local_pairs=num_local_pairs,
             producer_regs=producer_regs,
             math_regs=math_regs,
-            unroll_k=_unroll_k(name, problem, has_bias),
+            unroll_k=_unroll_k(name, problem, has_bias, many_ranks),
             num_task_slots=num_task_slots,
             num_packed_stages=packed[0] if packed else 0,
             extra_tokens=EXTRA_TOKENS if name == "prefill" and not has_bias else 0,
@@ -135,13 +135,13 @@ def _registers(name: str, problem: MoeProblem, many_ranks: bool) -> tuple[int, i
     return (96, 160) if problem.gated or not form.is_mx else (88, 168)
 
 
-def _unroll_k(name: str, problem: MoeProblem, has_bias: bool) -> int:
+def _unroll_k(name: str, problem: MoeProblem, has_bias: bool, many_ranks: bool) -> int:
     """k-blocks of the main loop in one piece: the more, the rarer are the tensor cores drained, and
     the more instructions have to be fetched.
 
     2 are 0.4 to 1.0 % quicker than 4 at 512 and 2048 tokens of S1 and S4, level on S3 and 0.2 %
-    slower at 8192 of S1; 8 are 2 % slower (H200, 2026-12-01). Beyond 16 slots, where the code
-    around the loop is longest, 2 spill. Tiles of 16 k-blocks and fewer (S2) are 2 to 3 % quicker
+    slower at 8192 of S1; 8 are 2 % slower (H200, 2026-12-01). On many ranks, and beyond 16 slots,
+    where the code around the loop is longest, 2 spill. Tiles of 16 k-blocks and fewer (S2) are 2 to 3 % quicker
     with 1; in decode 2 and 4 are no quicker than 1, or 3 % slower at 512 tokens of S2 (H200,
     2026-11-30). With biases 4 and 2 spill at some sizes. Sums in bf16 need no promotion: their loop
     keeps the tensor cores busy as it is. Beside warps that expand MXFP4, 2 are 1 % quicker than 1
@@ -150,7 +150,8 @@ def _unroll_k(name: str, problem: MoeProblem, has_bias: bool) -> int:
     if not format_of(problem.format).quantizes or format_of(problem.format).is_mx:
         return 1
     is_short = problem.hidden <= 16 * QUANT_GROUP
-    return 1 if name == "decode" or is_short or has_bias or problem.top_k > 16 else 2
+    spills = has_bias or many_ranks or problem.top_k > 16
+    return 1 if name == "decode" or is_short or spills else 2
 
 
 def plans_of_model(problem: MoeProblem, gpu: GpuSpec, **variant) -> dict[str, MegaMoePlan]:
