@@ -141,11 +141,11 @@ def _unroll_k(name: str, problem: MoeProblem, has_bias: bool, many_ranks: bool) 
 
     2 are 0.4 to 1.0 % quicker than 4 at 512 and 2048 tokens of S1 and S4, level on S3 and 0.2 %
     slower at 8192 of S1; 8 are 2 % slower (H200, 2026-12-01). On many ranks, and beyond 16 slots,
-    where the code around the loop is longest, 2 spill. Tiles of 16 k-blocks and fewer (S2) are 2 to 3 % quicker
-    with 1; in decode 2 and 4 are no quicker than 1, or 3 % slower at 512 tokens of S2 (H200,
-    2026-11-30). With biases 4 and 2 spill at some sizes. Sums in bf16 need no promotion: their loop
-    keeps the tensor cores busy as it is. Beside warps that expand MXFP4, 2 are 1 % quicker than 1
-    at 2048 tokens of S1, and spill in traced kernels.
+    where the code around the loop is longest, 2 spill. Tiles of 16 k-blocks and fewer (S2) are 2 to
+    3 % quicker with 1; in decode 2 and 4 are no quicker than 1, or 3 % slower at 512 tokens of S2
+    (H200, 2026-11-30). With biases 4 and 2 spill at some sizes. Sums in bf16 need no promotion:
+    their loop keeps the tensor cores busy as it is. Beside warps that expand MXFP4, 2 are 1 %
+    quicker than 1 at 2048 tokens of S1, and spill in traced kernels.
     """
     if not format_of(problem.format).quantizes or format_of(problem.format).is_mx:
         return 1
