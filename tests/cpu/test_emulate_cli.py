@@ -309,4 +309,4 @@ def test_a_kernel_with_a_data_race(damage):
     damage("roles/gather.cuh", "arrive_after_copies(&smem.full[ring.stage]);", early)
     text = invoke(*SMALL, "--tokens", 9, "--blocks", 1, "--checked", code=1).stdout
     assert "1 block, uniform routing, checked" in text and "seed 0: FAIL, stopped" in text
-    assert "data race on token_tiles" in text and "--checked" in replay_of(text)
+    assert "data race on token_scales" in text and "--checked" in replay_of(text)
