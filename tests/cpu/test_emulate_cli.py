@@ -304,9 +304,9 @@ def test_infinite_errors_are_json(monkeypatch):
 
 
 def test_a_kernel_with_a_data_race(damage):
-    """Rows announced before the copies of them have landed. Only the checked build looks."""
+    """A stage announced before copies to it have landed. Only the checked build looks."""
     early = "arrive(&smem.full[ring.stage]);"
     damage("roles/gather.cuh", "arrive_after_copies(&smem.full[ring.stage]);", early)
     text = invoke(*SMALL, "--tokens", 9, "--blocks", 1, "--checked", code=1).stdout
     assert "1 block, uniform routing, checked" in text and "seed 0: FAIL, stopped" in text
-    assert "data race on token_scales" in text and "--checked" in replay_of(text)
+    assert "data race on weight_scales" in text and "--checked" in replay_of(text)
