@@ -47,7 +47,9 @@ def disassembler() -> str:
 
 
 def read_samples(path: Path) -> list[list[Instruction]]:
-    """Of every kernel of a report's source page, in the order of addresses."""
+    """Of every kernel of a report's source page, in the order of addresses. Raises ValueError for a
+    page without samples.
+    """
     kernels, names = [], []
     with path.open(newline="", encoding="utf-8") as file:
         for row in csv.reader(file):
@@ -55,6 +57,11 @@ def read_samples(path: Path) -> list[list[Instruction]]:
                 kernels.append([])
             elif row[:1] == ["Address"]:
                 names = row
+                if SAMPLES not in names:
+                    raise ValueError(
+                        f"{path} has no column {SAMPLES!r}; export it by --section SourceCounters "
+                        "and --page source --csv"
+                    )
             elif kernels and len(row) == len(names):
                 cells = dict(zip(names, row, strict=True))
                 stalls = {
@@ -128,10 +135,10 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=2, help="functions below a role")
     parser.add_argument("--lines", type=int, default=30)
     arguments = parser.parse_args()
-    kernels = read_samples(arguments.report)
-    if not 0 <= arguments.kernel < len(kernels):
-        parser.error(f"--kernel must be below {len(kernels)}, got {arguments.kernel}")
     try:
+        kernels = read_samples(arguments.report)
+        if not 0 <= arguments.kernel < len(kernels):
+            parser.error(f"--kernel must be below {len(kernels)}, got {arguments.kernel}")
         print(table(kernels[arguments.kernel], arguments.entry, arguments.depth, arguments.lines))
     except (ValueError, OSError) as error:
         parser.exit(1, f"{error}\n")

@@ -57,7 +57,10 @@ DEVICE void multiply(const Params& p, Smem& smem, Ring<kNumStages>& ring, const 
                 weights = from.weights + ring.stage * descriptor_step(kWeightTileBytes);
                 tokens = from.tokens + ring.stage * descriptor_step(kTokenTileBytes);
                 // ptxas sees by itself that they are in prefill: S1 2048 and 8192 -0.3 % (H200, 2026-12-01).
-                if constexpr (!kSplitTokens) weights = make_uniform(weights), tokens = make_uniform(tokens);
+                if constexpr (!kSplitTokens) {
+                    weights = make_uniform(weights);
+                    tokens = make_uniform(tokens);
+                }
             }
             const u32 block = weights + (m < kBlocks ? m : m - kBlocks) * descriptor_step(64 * kBlockKBytes);
             if (m >= kBlocks) {

@@ -50,7 +50,7 @@ struct Promotion {
     const float* next_tokens;
 
     // Scales of a full stage, before they are needed: beside the reads of the tensor cores shared memory answers late.
-    // S1 and S4, 2048 and 8192 tokens: -2.8 to -3.7 % (H200, 2026-12-01).
+    // S1 and S4, 2048 and 8192 tokens: -2.8 to -3.6 % (H200, 2026-12-01).
     DEVICE void load(const Smem& smem, u32 stage, const Operands& at) {
         next_weights = kChannelScales ? make_float4(1.0f, 1.0f, 1.0f, 1.0f)
                                       : *reinterpret_cast<const float4*>(smem.weight_scales[stage]);

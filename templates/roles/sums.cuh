@@ -1,7 +1,7 @@
 // Sums of bf16 rows in f32, 8 channels a lane.
 
 // Tokens summed at a time: the loads of their rows are in flight together. 4 instead of 2 in prefill of one rank: S1
-// 512 / 2048 / 8192 +0.8, +0.5, +0.3 %, S2 2048 +0.9 % (H200, 2026-12-01).
+// 512 / 2048 / 8192 +0.8, +0.5, +0.3 %, S2 2048 +0.9 % (H200, 2026-12-01). On many ranks 2 was not measured.
 constexpr u32 kCombineTokens = kSplitTokens && kNumRanks > 1 ? 4 : 2;
 
 DEVICE void add_channels(float (&sums)[8], const uint4& row) {

@@ -1,7 +1,6 @@
 """Examples run, and README says what is there: commands, settings, files, figures, snippets."""
 
 import ast
-import importlib.util
 import json
 import math
 import os
@@ -11,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from example_modules import example
 
 import jitmoe
 from jitmoe import settings
@@ -201,13 +201,6 @@ def test_snippets_use_what_exists(snippet):
 
 
 # README: figures
-
-
-def example(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / f"examples/{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def make_tables():

@@ -4,17 +4,14 @@ Where two wgmma with A in registers had the same A and the same accumulators one
 ptxas (NVRTC 12.9 and 13.0) dropped the first, and put a multiply of zeros into RZ in its place.
 """
 
-import os
 import re
-import site
 import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from cuda.bindings import nvrtc as api
+from example_modules import example
 
 from jitmoe.jit import nvrtc
 from jitmoe.jit.render import render
@@ -36,16 +33,6 @@ CASES = [
     ("mxfp4_bf16", "prefill", {}, {}),
     ("mxfp4_bf16", "decode", BIASES, {"trace": True}),
 ]
-
-
-def disassembler() -> Path | None:
-    """nvdisasm of the wheel nvidia-cuda-nvdisasm, in any of its releases' folders."""
-    for folder in {*site.getsitepackages(), site.getusersitepackages(), *sys.path}:
-        found = sorted(Path(folder or ".").glob("nvidia/*/bin/nvdisasm*"))
-        found = [path for path in found if os.access(path, os.X_OK)]
-        if found:
-            return found[-1]
-    return None
 
 
 def ptx_of(text: str) -> str:
@@ -84,9 +71,10 @@ def name_of(case) -> str:
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_no_multiply_is_lost(case, tmp_path):
-    nvdisasm = disassembler()
-    if nvdisasm is None:
-        pytest.skip("needs nvdisasm: pip install nvidia-cuda-nvdisasm")
+    try:
+        nvdisasm = example("16_ncu_samples").disassembler()
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
     format, bucket, variant, fields = case
     num_tokens, gated = {"decode": 1, "prefill": MAX_TOKENS}[bucket], variant is not NO_GATE
     problem = MoeProblem(num_tokens, 512, 288, 12, 2, format, gated)

@@ -3,33 +3,25 @@ that is compiled here.
 """
 
 import csv
-import importlib.util
 import re
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from example_modules import EXAMPLES, example
 
 from jitmoe.jit.build import build
 from jitmoe.plan.gpu import gpu_spec
 from jitmoe.plan.heuristics import choose
 from jitmoe.plan.problem import MAX_TOKENS, MoeProblem
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples/16_ncu_samples.py"
 PREFILL = choose(MoeProblem(MAX_TOKENS, 256, 128, 4, 2), gpu_spec("H200"))
 HEAD = ["Address", "Source", "# Samples", "stall_long_sb", "stall_wait", "stall_wait (Not Issued)"]
 
 
-def load():
-    spec = importlib.util.spec_from_file_location("ncu_samples", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-samples = load()
+NAME = "16_ncu_samples"
+samples = example(NAME)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +49,7 @@ def write_report(path, *kernels):
 
 
 def run(*args):
-    command = [sys.executable, EXAMPLE, *map(str, args)]
+    command = [sys.executable, EXAMPLES / f"{NAME}.py", *map(str, args)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
@@ -83,7 +75,12 @@ def test_refusals(entry, tmp_path):
     assert other.returncode == 1 and "the report's kernel has 3 instructions" in other.stderr
     assert "pass the entry that ran" in other.stderr
     assert "--kernel must be below 1, got 1" in run(report, entry, "--kernel", 1).stderr
-    assert run(tmp_path / "none.csv", entry).returncode != 0
+    none = run(tmp_path / "none.csv", entry)
+    assert none.returncode == 1 and "none.csv" in none.stderr and "Traceback" not in none.stderr
+    bare = tmp_path / "bare.csv"
+    bare.write_text("Kernel Name,mega_moe\nAddress,Source\n0x0,NOP\n", encoding="utf-8")
+    said = run(bare, entry).stderr
+    assert "has no column '# Samples'; export it by --section SourceCounters" in said
     missing = run(report, tmp_path)
     assert missing.returncode == 1 and "kernel.cu" in missing.stderr
 
