@@ -6,16 +6,13 @@ DEVICE void wait_for_stage(const Params& p, Smem& smem, const Ring<kNumStages>& 
     wait_barrier(p, kWaitStageFull, &smem.full[ring.stage], ring.stage, ring.parity());
 }
 
-// Starts the product of one k-block's 64 rows at `a` and the columns at `b`.
+// The product of one k-block's 64 rows at `a` and the columns at `b`.
 template <u32 kNum>
-DEVICE void start_block(float (&partial)[kNum], u32 a, u32 b) {
-    hold_accumulators(partial);
-    wgmma_fence();
+DEVICE void multiply_block(float (&partial)[kNum], u32 a, u32 b) {
     wgmma<false, 0, 0>(partial, a, b);
     wgmma<true, descriptor_step(32), descriptor_step(32)>(partial, a, b);
     wgmma<true, descriptor_step(64), descriptor_step(64)>(partial, a, b);
     wgmma<true, descriptor_step(96), descriptor_step(96)>(partial, a, b);
-    wgmma_commit();
 }
 
 // A warpgroup's sums of a task: of its share, and of its share of the extra tokens where the task has some.
@@ -28,13 +25,13 @@ struct Sums {
 };
 
 // kUnroll k-blocks, each of blocks of 64 weight rows. Two accumulators alternate: the tensor cores fill one while the
-// other is promoted; beside sums of extra tokens, or biases and expand warps, there are registers for one. The last
-// wait leaves nothing in flight, else ptxas serialises the loop around this (C7514).
+// other is promoted; beside sums of extra tokens, or biases and expand warps, there are registers for one. Extra tokens
+// go with the first blocks. The last wait leaves nothing in flight, else ptxas serialises the loop around this (C7514).
 template <u32 kUnroll, u32 N, bool kTokenRows, bool kHasExtra>
 DEVICE void multiply(const Params& p, Smem& smem, Ring<kNumStages>& ring, const Operands& at,
                      Sums<N, kTokenRows, kHasExtra>& sums) {
-    constexpr u32 kBlocks = Sums<N, kTokenRows, kHasExtra>::kBlocks;
-    constexpr u32 kSteps = kBlocks + Sums<N, kTokenRows, kHasExtra>::kExtraBlocks, kAllSteps = kUnroll * kSteps;
+    using AllSums = Sums<N, kTokenRows, kHasExtra>;
+    constexpr u32 kSteps = AllSums::kBlocks, kAllSteps = kUnroll * kSteps;
     // Steps in flight while one is promoted.
     constexpr u32 kAhead = kHasExtra || (kHasBias && kExpands) ? 0 : 1;
     float partial[kAhead + 1][N / 2], extra_partial[kExtraColumns / 2];
@@ -51,25 +48,32 @@ DEVICE void multiply(const Params& p, Smem& smem, Ring<kNumStages>& ring, const 
             } else if (m == 0) {
                 wait_in_flight(p, &smem.full[ring.stage], ring.stage, ring.parity());
             }
-            if (!kSplitTokens && m == 0) fence_async_shared();  // cp.async wrote the token rows in the generic proxy
-            if (m == 0 || m == kBlocks) {
-                const Operands from = m == 0 ? at : find_extra_operands(at);
-                weights = from.weights + ring.stage * descriptor_step(kWeightTileBytes);
-                tokens = from.tokens + ring.stage * descriptor_step(kTokenTileBytes);
+            if (m == 0) {
+                if (!kSplitTokens) fence_async_shared();  // cp.async wrote the token rows in the generic proxy
+                weights = at.weights + ring.stage * descriptor_step(kWeightTileBytes);
+                tokens = at.tokens + ring.stage * descriptor_step(kTokenTileBytes);
                 // ptxas sees by itself that they are in prefill: S1 2048 and 8192 -0.3 % (H200, 2026-12-01).
                 if constexpr (!kSplitTokens) {
                     weights = make_uniform(weights);
                     tokens = make_uniform(tokens);
                 }
+                promotion.load(smem, ring.stage, at);
+                if constexpr (kHasExtra) extra_promotion.load(smem, ring.stage, find_extra_operands(at));
             }
-            const u32 block = weights + (m < kBlocks ? m : m - kBlocks) * descriptor_step(64 * kBlockKBytes);
-            if (m >= kBlocks) {
-                if (m == kBlocks) extra_promotion.load(smem, ring.stage, find_extra_operands(at));
-                start_block(extra_partial, block, tokens);
-            } else {
-                if (m == 0) promotion.load(smem, ring.stage, at);
-                start_block(partial[i % (kAhead + 1)], kTokenRows ? tokens : block, kTokenRows ? block : tokens);
+            float(&own)[N / 2] = partial[i % (kAhead + 1)];
+            hold_accumulators(own);
+            if (m < AllSums::kExtraBlocks) hold_accumulators(extra_partial);
+            wgmma_fence();
+            const u32 block = weights + m * descriptor_step(64 * kBlockKBytes);
+            multiply_block(own, kTokenRows ? tokens : block, kTokenRows ? block : tokens);
+            if (m < AllSums::kExtraBlocks) {
+                const Operands extra_at = find_extra_operands(at);
+                multiply_block(extra_partial,
+                               extra_at.weights + ring.stage * descriptor_step(kWeightTileBytes) +
+                                   m * descriptor_step(64 * kBlockKBytes),
+                               extra_at.tokens + ring.stage * descriptor_step(kTokenTileBytes));
             }
+            wgmma_commit();
         }
         if (kAhead == 0) previous = ring.stage;
         if (i + 1 > kAhead) {
@@ -79,16 +83,15 @@ DEVICE void multiply(const Params& p, Smem& smem, Ring<kNumStages>& ring, const 
             } else {
                 wgmma_wait<0>();
             }
-            if (m < kBlocks) {
-                float (&done)[N / 2] = partial[(i - kAhead) % (kAhead + 1)];
-                hold_accumulators(done);
-                if (m == 0) promotion.begin_k_block(at);
-                promotion.add(sums.own[m], done, m, at);
-            } else {
+            float(&done)[N / 2] = partial[(i - kAhead) % (kAhead + 1)];
+            hold_accumulators(done);
+            if (m == 0) promotion.begin_k_block(at);
+            promotion.add(sums.own[m], done, m, at);
+            if (m < AllSums::kExtraBlocks) {
                 const Operands extra_at = find_extra_operands(at);
-                if (m == kBlocks) extra_promotion.begin_k_block(extra_at);
+                if (m == 0) extra_promotion.begin_k_block(extra_at);
                 hold_accumulators(extra_partial);
-                extra_promotion.add(sums.extra[m - kBlocks], extra_partial, m - kBlocks, extra_at);
+                extra_promotion.add(sums.extra[m], extra_partial, m, extra_at);
             }
             if (m == kSteps - 1) {
                 sync_warp();
