@@ -20,6 +20,9 @@ _VALUES = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
 _MIDDLES = (_MAGNITUDES[1:] + _MAGNITUDES[:-1]) / 2
 _MAX_EXPONENT = 2  # of 6.0
 _TILE_ROWS, _K_GROUPS = 256, 4  # of a kernel's tile; groups of 32 in a k-block
+# Packed scales of a row are filled up to a multiple of so many groups: W4A8 in decode takes the
+# k-blocks two by two.
+PACKED_GROUPS = {"mxfp4_fp8": 2 * _K_GROUPS, "mxfp4_bf16": _K_GROUPS}
 # W4A16 expands weights to numbers 2^-126 as large (templates/roles/accumulate_mxfp4_bf16.cuh):
 # packed scales are larger by this, and the largest then is no NaN.
 SCALE_OFFSET = 66
@@ -87,13 +90,12 @@ def pack_scales(scales, format: str, gate_up: str | None, xp=np):
                     each row: of its four scales the exponent, 12 for the row's largest, 0 for
                     2^-12 of that and less
 
-    A row past the end has zeros. Raises ValueError for a scale that the kernel cannot multiply by,
-    NaN among them.
+    A row past the end has zeros, and in mxfp4_fp8 a k-block that makes their number even. Raises
+    ValueError for a scale that the kernel cannot multiply by, NaN among them.
     """
     num_experts, rows, groups = scales.shape
     check_largest(int(scales.max()), format)
-    k_blocks = ceil_div(groups, _K_GROUPS)
-    padded = xp.zeros((num_experts, rows, k_blocks * _K_GROUPS), xp.uint8)
+    padded = xp.zeros((num_experts, rows, align(groups, PACKED_GROUPS[format])), xp.uint8)
     if format == "mxfp4_bf16":
         padded[..., :groups] = scales + xp.uint8(SCALE_OFFSET)
         return _in_tiles(padded.view(xp.uint32), format, gate_up, xp)
@@ -130,7 +132,7 @@ def packed_shape(num_experts: int, rows: int, cols: int, format: str, gate_up: s
     """Of what `pack_scales` makes of the scales of [num_experts, rows, cols] weights."""
     halves = 1 if gate_up is None else 2
     tiles = ceil_div(rows // halves, _TILE_ROWS // halves)
-    k_blocks = ceil_div(cols, _K_GROUPS * MX_GROUP)
+    k_blocks = align(ceil_div(cols, MX_GROUP), PACKED_GROUPS[format]) // _K_GROUPS
     if format == "mxfp4_bf16":
         return num_experts, tiles, k_blocks, _TILE_ROWS
     return num_experts, tiles, _TILE_ROWS + k_blocks * _TILE_ROWS // 2

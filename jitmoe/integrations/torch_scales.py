@@ -6,7 +6,15 @@ from collections.abc import Callable
 
 import torch
 
-from jitmoe.mxfp4 import MX_GROUP, ROW_UNIT, SCALE_OFFSET, TOP_EXPONENT, check_largest, tile_rows
+from jitmoe.mxfp4 import (
+    MX_GROUP,
+    PACKED_GROUPS,
+    ROW_UNIT,
+    SCALE_OFFSET,
+    TOP_EXPONENT,
+    check_largest,
+    tile_rows,
+)
 
 _E8M0 = getattr(torch, "float8_e8m0fnu", None)  # PyTorch 2.7 and later
 _E8M0_TYPES = (_E8M0, torch.uint8)
@@ -80,7 +88,7 @@ def pack_scales(scale: torch.Tensor, format: str, gate_up: str | None = None) ->
     """
     codes = scale.detach().view(torch.uint8)
     check_largest(int(codes.max()), format)
-    num_pads = 0, -codes.shape[2] % 4  # scales of a k-block
+    num_pads = 0, -codes.shape[2] % PACKED_GROUPS[format]
     if format == "mxfp4_bf16":
         raised = torch.nn.functional.pad(codes + SCALE_OFFSET, num_pads)
         return _in_tiles(raised.contiguous().view(torch.int32), format, gate_up)

@@ -19,10 +19,11 @@ from jitmoe.plan.variant import is_gated
 # read of an expert's weights costs more than half-empty tiles: decode takes 0.93 to 0.98 of
 # prefill's time at 32 of S1 to S4, 1.24 to 1.33 at 96 and 128 (H200, 2026-11-30).
 DECODE_TOKENS_PER_EXPERT = 64.0
-# Of MXFP4 beside e4m3 tokens, whose wide tiles cost the decode kernel more: prefill takes 1.05 to
-# 1.17 of its time at 16 of S1 to S3, 1.00 at 24 of S4, 0.83 to 0.88 at 32. Beside bf16 tokens 1.2
-# to 1.4 at 24 and 32 of S1 to S4, 0.7 at 128 (H200, 2026-11-30), so for them it is 64 too: a guess.
-W4A8_DECODE_TOKENS_PER_EXPERT = 24.0
+# Of MXFP4 beside e4m3 tokens, whose wide tiles cost the decode kernel more: prefill takes 1.06 to
+# 1.12 of its time at 24 of S1, S3 and S4 and 0.98 of S2, 1.04 at 28 of S1, 0.94 at 30 of S4, 0.83
+# to 0.93 at 32 (H200, 2026-12-01). Beside bf16 tokens 1.2 to 1.4 at 24 and 32 of S1 to S4, 0.7 at
+# 128 (H200, 2026-11-30), so for them it is 64 too: a guess.
+W4A8_DECODE_TOKENS_PER_EXPERT = 28.0
 
 # (stages, task slots, pairs sorted locally) tried, best first. 3 x 32 KiB in flight saturate
 # memory, 4 or 5 stages are steadier (decode stream, 2026-11-29). Deliver warps hold a task slot
@@ -130,7 +131,11 @@ def _registers(name: str, problem: MoeProblem, many_ranks: bool) -> tuple[int, i
         return (48, 208) if form.quantizes else (64, 192)
     if name == "prefill":
         return 56, 224
-    if many_ranks and form.quantizes:
+    # Dividing by top_k, where it is no power of two, takes a register more of those beside math.
+    divides = problem.top_k & (problem.top_k - 1) != 0
+    if form.is_mx and form.quantizes and not (many_ranks and divides):
+        return 80, 176
+    if form.quantizes and many_ranks:
         return 88, 168
     return (96, 160) if problem.gated or not form.is_mx else (88, 168)
 

@@ -17,6 +17,7 @@ from jitmoe.plan.formats import format_of
 from jitmoe.plan.gpu import GpuSpec
 from jitmoe.plan.memory_map import MemoryMap, Region, align, ceil_div
 from jitmoe.plan.plan import WARP_THREADS, Param, Plan, PlanError, Role
+from jitmoe.plan.problem import MX_GROUP, QUANT_GROUP
 
 
 @dataclass(frozen=True)
@@ -75,14 +76,19 @@ class MegaMoePlan(Plan):
 
     @property
     def block_k(self) -> int:
-        """Channels of a k-block: 128 bytes of a token, or of MXFP4's 64 bytes of a weight row."""
+        """Channels of a k-block: 128 bytes of a token, or in decode as MXFP4 weights land."""
         return self.landing_k // self.landing_blocks
 
     @property
     def landing_k(self) -> int:
-        """Channels of a weight row that land together."""
+        """Channels of a weight row that land together: 128 bytes, but 64 of MXFP4 that is expanded
+        in shared memory, or multiplied by bf16 tokens, or on many ranks (for want of registers).
+        """
         form = format_of(self.format)
-        return 128 if form.is_mx else self.block_k_bytes // form.element_bytes
+        if form.is_mx:
+            is_wide = self.has_chunk_scales and self.quantizes
+            return 2 * QUANT_GROUP if is_wide else QUANT_GROUP
+        return self.block_k_bytes // form.element_bytes
 
     @property
     def landing_blocks(self) -> int:
@@ -98,6 +104,12 @@ class MegaMoePlan(Plan):
     def token_k_bytes(self) -> int:
         """Of a token in a k-block."""
         return self.block_k * format_of(self.format).element_bytes
+
+    @property
+    def ordered_bytes(self) -> int:
+        """Of a token, whose channels are ordered among themselves: channel_order.cuh."""
+        element_bytes = format_of(self.format).element_bytes
+        return MX_GROUP * element_bytes if self.has_chunk_scales else 16
 
     @property
     def is_mx(self) -> bool:
@@ -175,6 +187,11 @@ class MegaMoePlan(Plan):
         return ceil_div(self.intermediate, self.block_k)
 
     @property
+    def token_groups(self) -> int:
+        """Scales of a token in a k-block, with FP8 codes."""
+        return ceil_div(self.block_k, QUANT_GROUP)
+
+    @property
     def num_tiles_1(self) -> int:
         """Weight-row tiles of GEMM 1 for one expert: 128 channels of gate and up each, or 256."""
         rows = variant.rows_per_channel(self.activation) * self.intermediate
@@ -200,8 +217,9 @@ class MegaMoePlan(Plan):
 
     @property
     def mx_bytes(self) -> int:
-        """Of MXFP4's scales of a tile and k-block, as jitmoe/mxfp4.py packs them."""
-        return self.block_rows * (2 if self.quantizes else 4) * self.is_mx
+        """Of MXFP4's scales that land with a tile's weights, as jitmoe/mxfp4.py packs them."""
+        bits = self.landing_k // MX_GROUP * (4 if self.quantizes else 8)
+        return self.block_rows * bits // 8 * self.is_mx
 
     @property
     def num_load_stages(self) -> int:

@@ -16,7 +16,7 @@ def scratch(plan, num_tokens: int) -> MemoryMap:
     if plan.split_tokens:
         x = (
             Region("pool", "u8", (rows, width * plan.hidden), 256),
-            Region("pool_scale", "f32", (plan.num_k_blocks_1, scale_rows), 256),
+            Region("pool_scale", "f32", (c["num_groups_1"], scale_rows), 256),
         )
     else:
         # Else rows are read where they lie.
@@ -31,7 +31,7 @@ def scratch(plan, num_tokens: int) -> MemoryMap:
             *x,
             Region("row_pairs", "u32", (rows, 2 if plan.split_tokens else 1), 256),
             Region("mid", "u8", (rows, width * c["mid_stride"]), 256),
-            Region("mid_scale", "f32", (plan.num_k_blocks_2, scale_rows), 256),
+            Region("mid_scale", "f32", (c["num_groups_2"], scale_rows), 256),
             Region("slices", "u16", (pairs if sums_here else 0, plan.hidden), 256),
             Region("parts", "f32", parts_shape(plan), 256),
             *([plan.trace_rings(plan.max_blocks)] if plan.trace else []),

@@ -13,7 +13,7 @@ def smem(plan) -> MemoryMap:
     feeder = "feed" if plan.split_tokens else "gather"
     others = f"load, {feeder}, deliver, {'expand, ' * plan.expands}math"
     to_roles, from_roles = f"schedule -> {others}", f"{others} -> schedule"
-    token_tile = tokens * plan.token_k_bytes
+    token_tile, token_scales = tokens * plan.token_k_bytes, tokens * plan.token_groups
     landing = plan.num_load_stages
     weights_from = "expand" if plan.expands else "load"
     transpose = 2048 if plan.split_tokens else 1024  # 16 rows of 128 bytes; 32 of 2 x 16
@@ -27,7 +27,7 @@ def smem(plan) -> MemoryMap:
             else []
         ),
         Region("token_tiles", "u8", (stages, token_tile), 1024, f"{feeder} -> math"),
-        Region("token_scales", "f32", (stages, tokens), 128, f"{feeder} -> math"),
+        Region("token_scales", "f32", (stages, token_scales), 128, f"{feeder} -> math"),
         # MXFP4: as jitmoe/mxfp4.py packs them. Else block scales that meet in a tile.
         Region("weight_scales", "u8", (landing, plan.mx_bytes), 16, "load -> expand or math")
         if plan.is_mx
@@ -59,7 +59,7 @@ def smem(plan) -> MemoryMap:
             Region("list_used", "u32", (2, tokens), 16, "deliver -> math"),
         ]
     else:
-        rows_apart = (8 if plan.has_chunk_scales else 4) * plan.num_gather_warps
+        rows_apart = plan.num_gather_warps * WARP_THREADS * plan.ordered_bytes // plan.token_k_bytes
         regions += [
             Region("row_offsets", "u32", (rows_apart, tokens // rows_apart), 16, "gather's own"),
             Region("local_rows", "u16", (plan.num_local_pairs,), 4, "head -> schedule"),

@@ -25,12 +25,6 @@ DEVICE u32 scale_of_chunk(u32 scales, u32 c) { return (scales >> 8 * c & 0xff) *
 
 constexpr u32 kGroup = 2;  // chunks whose multiplies are waited for together
 
-// Chunks first .. of both rows of block m.
-DEVICE void load_group(const PackedRows& packed, u32 stage, u32 m, u32 first, u32 (&words)[kGroup][2]) {
-#pragma unroll
-    for (u32 i = 0; i < kGroup * 2; ++i) words[i / 2][i % 2] = packed.codes(stage, m, i % 2, first + i / 2);
-}
-
 // The operands of two multiplies a chunk.
 DEVICE void expand_group(const u32 (&words)[kGroup][2], const u32 (&scales)[2], u32 first, u32 (&a)[kGroup][2][4]) {
 #pragma unroll
@@ -58,7 +52,7 @@ DEVICE void accumulate(const Params& p, Smem& smem, Ring<kNumStages>& ring, cons
         u32 words[kGroup][2];
         wait_in_flight(p, &smem.full[ring.stage], ring.stage, ring.parity());
         fence_async_shared();  // cp.async wrote the token rows in the generic proxy
-        load_group(packed, ring.stage, 0, 0, words);
+        packed.load(ring.stage, 0, 0, words);
         const uint4 scales = chunk_scales(smem, ring.stage, at.first_row);
         const u32 tokens = make_uniform(at.tokens + ring.stage * descriptor_step(kTokenTileBytes));
 #pragma unroll
@@ -69,7 +63,7 @@ DEVICE void accumulate(const Params& p, Smem& smem, Ring<kNumStages>& ring, cons
             expand_group(words, rows, first, codes[i % 2]);
             if (i + 1 < kGroups) {
                 const u32 next = i + 1;
-                load_group(packed, ring.stage, next % AllSums::kBlocks, next / AllSums::kBlocks * kGroup, words);
+                packed.load(ring.stage, next % AllSums::kBlocks, next / AllSums::kBlocks * kGroup, words);
             }
             wgmma_fence();
 #pragma unroll

@@ -3,8 +3,6 @@
 // tokens follow it. e4m3: the even channels, then the odd ones. bf16: of each eight neighbours channels 0 and 4, then 1
 // and 5, 2 and 6, 3 and 7.
 
-constexpr u32 kOrderedBytes = kHasChunkScales ? 32 * kElementBytes : 16;  // that are ordered among themselves
-
 // Eight neighbouring channels from `channel` on, a multiple of 8, into a row: e4m3 or bf16.
 DEVICE void store_channels(u8* row, u32 channel, uint2 codes) {
     if constexpr (kHasChunkScales) {

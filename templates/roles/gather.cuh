@@ -4,7 +4,9 @@
 
 constexpr u32 kGatherThreads = kNumGatherWarps * kWarpThreads;
 constexpr u32 kFeedArrivals = kGatherThreads;  // at a full stage
+// Of a row in a k-block that it ends inside of.
 constexpr u32 kXTailBytes = kHidden * kElementBytes % kTokenKBytes;
+constexpr u32 kMidTailBytes = kMidStride * kElementBytes % kTokenKBytes;
 
 // What this lane copies of every k-block of a task, with all that does not depend on k worked out: kOrderedBytes of
 // each of kRows rows, the scales of kScales tokens, and one of the tile's weight scales. Offsets of the rows, in
@@ -22,7 +24,8 @@ struct Copies {
     const float* scales[kScales];  // null where the token does not exist
     u32 scale_group_stride;
     const float* weight_scale;
-    u32 ragged_k;  // the k-block that x ends inside of
+    u32 ragged_k, tail_bytes;  // the k-block that the row ends inside of
+    u32 last_group;            // of a token's scales
 };
 
 DEVICE Copies find_copies(const Params& p, Smem& smem, const Task& task, u32 slot) {
@@ -31,7 +34,9 @@ DEVICE Copies find_copies(const Params& p, Smem& smem, const Task& task, u32 slo
     Copies c;
     i64 row_stride, scale_row_stride;
     const float* scales;
-    c.ragged_k = kXTailBytes != 0 && !gemm_2 ? kNumKBlocks1 - 1 : ~0u;
+    c.tail_bytes = gemm_2 ? kMidTailBytes : kXTailBytes;
+    c.ragged_k = c.tail_bytes == 0 ? ~0u : (gemm_2 ? kNumKBlocks2 : kNumKBlocks1) - 1;
+    c.last_group = (gemm_2 ? kNumGroups2 : kNumGroups1) - 1;
     if (gemm_2) {
         c.rows = p.mid + u64(task.row_start) * (kMidStride * kElementBytes);
         row_stride = kMidStride * kElementBytes;
@@ -76,9 +81,9 @@ DEVICE void copy_k_block(Smem& smem, const Copies& c, u32 stage, u32 k) {
     const u32 first_row = (warp * kWarpThreads + lane) / kLanesARow, in_row = lane % kLanesARow * kOrderedBytes;
     u8* tile = smem.token_tiles[stage];
     const u8* column = c.rows + k * kTokenKBytes;
-    if constexpr (kXTailBytes != 0) {
+    if constexpr (kXTailBytes + kMidTailBytes != 0) {
         // What lies past the end meets zeros, which TMA fills weights up with: any channels of the row will do.
-        if (k == c.ragged_k && in_row >= kXTailBytes) column = c.rows - in_row;
+        if (k == c.ragged_k && in_row >= c.tail_bytes) column = c.rows - in_row;
     }
     const uint4* offsets = reinterpret_cast<const uint4*>(smem.row_offsets[first_row]);
 #pragma unroll
@@ -98,11 +103,14 @@ DEVICE void copy_k_block(Smem& smem, const Copies& c, u32 stage, u32 k) {
         }
     }
     if constexpr (kQuantizes) {
-        const u64 group = u64(k) * c.scale_group_stride;
         float* scale = smem.token_scales[stage] + warp * kWarpThreads + lane;
 #pragma unroll
-        for (u32 i = 0; i < Copies::kScales; ++i) {
-            if (c.scales[i] != nullptr) copy_4_async(scale + i * kGatherThreads, c.scales[i] + group);
+        for (u32 g = 0; g < kTokenGroups; ++g, scale += kTileTokens) {
+            const u64 group = u64(min_of(k * kTokenGroups + g, c.last_group)) * c.scale_group_stride;
+#pragma unroll
+            for (u32 i = 0; i < Copies::kScales; ++i) {
+                if (c.scales[i] != nullptr) copy_4_async(scale + i * kGatherThreads, c.scales[i] + group);
+            }
         }
         if (kHasBlockScales && warp == 0 && lane < 3)
             copy_4_async(&smem.weight_scales[stage][lane], c.weight_scale + k);

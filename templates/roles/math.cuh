@@ -60,7 +60,7 @@ DEVICE void multiply(const Params& p, Smem& smem, Ring<kNumStages>& ring, const 
                 promotion.load(smem, ring.stage, at);
                 if constexpr (kHasExtra) extra_promotion.load(smem, ring.stage, find_extra_operands(at));
             }
-            float(&own)[N / 2] = partial[i % (kAhead + 1)];
+            float (&own)[N / 2] = partial[i % (kAhead + 1)];
             hold_accumulators(own);
             if (m < AllSums::kExtraBlocks) hold_accumulators(extra_partial);
             wgmma_fence();
@@ -83,7 +83,7 @@ DEVICE void multiply(const Params& p, Smem& smem, Ring<kNumStages>& ring, const 
             } else {
                 wgmma_wait<0>();
             }
-            float(&done)[N / 2] = partial[(i - kAhead) % (kAhead + 1)];
+            float (&done)[N / 2] = partial[(i - kAhead) % (kAhead + 1)];
             hold_accumulators(done);
             if (m == 0) promotion.begin_k_block(at);
             promotion.add(sums.own[m], done, m, at);

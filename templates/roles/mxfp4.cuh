@@ -2,23 +2,38 @@
 // row (OCP Microscaling Formats 1.0). In decode they stay so in shared memory: math warps expand the codes of their
 // rows into registers, the tensor cores' first operand.
 
-static_assert(!kSplitTokens && kWeightKBytes == 64, "a k-block is 128 codes of a row, tokens are its columns");
+static_assert(!kSplitTokens && (kWeightKBytes == 64 || kWeightKBytes == 128), "rows land with a swizzle's span");
 
 constexpr u32 kChunks = kWeightKBytes / 16;  // of 32 codes
 
-// This lane's codes: word t%4 of the 16-byte chunks of rows 16w + t/4, of each block of 64 rows, and that + 8. TMA's
-// 64-byte swizzle lands chunk c of row r at chunk c ^ (r / 2 % 4), which is the same for all of them.
+// Codes of the warp's 16 rows of each block of 64 rows, by ldmatrix: a lane gets word t%4 of a 16-byte chunk of row
+// t/4, and of row t/4 + 8. TMA's swizzle of 128 bytes lands chunk c of row r at c ^ (r % 8), that of 64 bytes at
+// c ^ (r / 2 % 4): the same in all blocks.
 struct PackedRows {
-    const u8* first;  // in stage 0
-    u32 swizzle;      // to be XORed with 16 * chunk
+    const u8* row;  // that this lane gives the address of, in stage 0
+    u32 swizzle;    // to be XORed with 16 * chunk
 
-    DEVICE u32 codes(u32 stage, u32 m, u32 half, u32 c) const {
-        const u8* rows = first + stage * kWeightTileBytes + (m * 64 + half * 8) * kWeightKBytes;
-        return *reinterpret_cast<const u32*>(rows + (c * 16 ^ swizzle));
+    // Chunks number c and, where there are more, following ones; c is even then.
+    template <u32 kNum>
+    DEVICE void load(u32 stage, u32 m, u32 c, u32 (&words)[kNum][2]) const {
+        const u8* block = row + stage * kWeightTileBytes + m * (64 * kWeightKBytes);
+        if constexpr (kNum == 1) {
+            load_matrices(block + (c * 16 ^ swizzle), words[0]);
+        } else {
+#pragma unroll
+            for (u32 i = 0; i < kNum; i += 2) {
+                u32 four[4];
+                load_matrices(block + ((c + i) * 16 ^ swizzle), four);
+#pragma unroll
+                for (u32 j = 0; j < 4; ++j) words[i + j / 2][j % 2] = four[j];
+            }
+        }
     }
 };
 
+// Lanes 0..15 name the rows of a chunk, the others those of the next.
 DEVICE PackedRows find_packed_rows(const Smem& smem, u32 first_row) {
-    const u32 row = first_row + warp_idx() % 4 * 16 + lane_idx() / 4;
-    return {smem.weight_tiles[0] + row * kWeightKBytes + lane_idx() % 4 * 4, row / 2 % 4 * 16};
+    const u32 row = first_row + warp_idx() % 4 * 16 + lane_idx() % 16;
+    const u32 swizzle = kWeightKBytes == 128 ? row % 8 : row / 2 % 4;
+    return {smem.weight_tiles[0] + row * kWeightKBytes, (swizzle ^ lane_idx() / 16) * 16};
 }

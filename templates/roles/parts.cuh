@@ -29,8 +29,8 @@ DEVICE bool join_parts(const Params& p, Smem& smem, const Head& head, const Task
     sync_math();
     if (thread_idx() == kFirstMathThread) {
         // Releases this part and, for the last, acquires all others: pairs with itself in other CTAs.
-        // It spills if it is kept over the main loop of sums in bf16, or without a gate.
-        const Head same{kQuantizes && kGated ? head.parity : smem.first[kFirstParity]};
+        // It spills if it is kept over the main loop of sums in bf16 or MXFP4, or without a gate.
+        const Head same{kPromotes && kGated ? head.parity : smem.first[kFirstParity]};
         u32* count = counter(p, same, kBankParts + task.phase * kMaxBlocks + tile);
         smem.is_last_part[slot] = fetch_add_acq_rel_gpu(count, 1) + 1 == parts;
     }

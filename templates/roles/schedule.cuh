@@ -21,11 +21,11 @@ DEVICE u32 unit_size(u32 phase) { return min_of(16u, ceil_div(phase == kGemm1 ? 
 // Decode: where a GEMM has so few tiles that CTAs would have nothing to do, its tiles are tasks in parts along k. Sums
 // of parts are rounded otherwise than one sum, and nothing else that rounds depends on the batch.
 DEVICE u32 num_parts(const Smem& smem, u32 phase) {
-    constexpr u32 kLeast = 16;  // k-blocks of a part: joining takes as long as several
     const u32 num_tiles = smem.block_start[kNumExperts] * (phase == kGemm1 ? kNumTiles1 : kNumTiles2);
-    // Half as many of MXFP4, where few warps expand codes: 1 token of S2 22.5 to 21.0 us (H200, 2026-11-30).
-    constexpr u32 kLeastOfFormat = kMxWords > 0 ? ceil_div(kLeast, 2) : kLeast;
-    const u32 most = (phase == kGemm1 ? kNumKBlocks1 : kNumKBlocks2) / kLeastOfFormat;
+    // k-blocks of a part: joining takes as long as several. Fewer of MXFP4, 1,024 channels, where few warps expand
+    // codes: 1 token of S2 22.5 to 21.0 us (H200, 2026-11-30).
+    constexpr u32 kLeast = kMxWords > 0 ? 1024 * kElementBytes / kTokenKBytes : 16;
+    const u32 most = (phase == kGemm1 ? kNumKBlocks1 : kNumKBlocks2) / kLeast;
     if (kSplitTokens || kBatchInvariant || 2 * num_tiles > num_blocks() || num_tiles == 0 || most == 0) return 1;
     return min_of(num_blocks() / num_tiles, most);
 }
@@ -193,13 +193,12 @@ DEVICE Task next_task(const Params& p, Smem& smem, const Ring<kNumTaskSlots>& sl
 DEVICE void free_task(Smem& smem, Ring<kNumTaskSlots>& slot) { arrive(&smem.task_empty[slot.stage]); }
 
 // MXFP4: where the scales of the task's tile begin, as jitmoe/mxfp4.py packs them: of kMxRowWords rows as they lie in
-// the tile, f32, then kMxWords for every k-block.
+// the tile, f32, then kMxWords for all that lands together.
 template <typename P>
 DEVICE const float* mx_scales(const P& p, const Task& task) {
     const bool gemm_1 = task.phase == kGemm1;
     const u32 tile = task.expert * (gemm_1 ? kNumTiles1 : kNumTiles2) + task.tile;
-    const u32 words = kMxRowWords + ceil_div(gemm_1 ? kNumKBlocks1 : kNumKBlocks2, kLandingBlocks) * kMxWords;
-    return (gemm_1 ? p.w13_scale : p.w2_scale) + u64(tile) * words;
+    return (gemm_1 ? p.w13_scale : p.w2_scale) + u64(tile) * (gemm_1 ? kMxTileWords1 : kMxTileWords2);
 }
 
 // Block scales: number i of a tile's weight rows in k-block 0; further k-blocks follow. GEMM 1: gate, up, and up of the

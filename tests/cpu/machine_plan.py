@@ -21,6 +21,7 @@ ROOM = """\
 {{ macros.constants(plan) }}
 {{ macros.structs(plan) }}
 {{ paste("device/memory.cuh") }}
+{{ paste("device/matrix.cuh") }}
 {{ paste("device/events.cuh") }}
 {{ paste("device/no_stamps.cuh") }}
 {{ paste("device/check.cuh") }}

@@ -54,8 +54,9 @@ def test_weights_are_read(format):
     assert weights.format == weights.problem(1, 2).format == format
     assert repr(weights).endswith(f"device=host, format={format!r})")
     codes = 3 * EXPERTS * HIDDEN * INTERMEDIATE // 2
-    # Whole tiles, 1 of w13 and of w2, of 2 k-blocks and 1: four bytes a row, or two beside f32.
-    row_bytes = 4 * (2 + 1) if format == "mxfp4_bf16" else 2 * 4 + 2 * (2 + 1)
+    # Whole tiles, 1 of w13 and of w2, of 2 k-blocks and 1: four bytes a row, or two beside f32,
+    # where their number is even.
+    row_bytes = 4 * (2 + 1) if format == "mxfp4_bf16" else 2 * 4 + 2 * (2 + 2)
     assert weights.num_bytes == codes + EXPERTS * 256 * row_bytes
 
 

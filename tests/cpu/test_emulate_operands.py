@@ -1,5 +1,6 @@
 """The emulated machine: what MXFP4 kernels take more of it than others do. Multiplies whose first
-operand is in registers, copies of tensors with the swizzle of 64 bytes, groups of cp.async.
+operand is in registers, matrices loaded into these, copies of tensors with the swizzle of 64 bytes,
+groups of cp.async.
 """
 
 from dataclasses import replace
@@ -157,6 +158,47 @@ def test_multiplies_compile_for_the_device(tmp_path, kind):
     for num in (8, 64):
         text = text_of(kind, num, FENCE, FIRST, SECOND, COMMIT, WAIT)
         text = render_kernel(tmp_path, text, "device", KINDS[kind])
+        assert nvrtc.compile(text, "sm_90a", PLAN.name).resources.spill_store_bytes == 0
+
+
+# Matrices
+
+
+MATRICES = """
+    for (u32 i = thread_idx(); i < 2048; i += 128) {
+        reinterpret_cast<u32*>(smem.tiles[0])[i] = reinterpret_cast<const u32*>(p.data)[i];
+    }
+    SYNC
+    u32 m[NUM] = {};
+    const u8* row = smem.tiles[0] + (warp_idx() * 16 + lane_idx() % 16) * 128;
+    load_matrices(row + lane_idx() / 16 * 16, m);
+    for (u32 i = 0; i < 2; ++i) p.words[thread_idx() * 2 + i] = m[NUM - 2 + i];"""
+
+
+def matrices(num, sync="sync_block();"):
+    return MATRICES.replace("NUM", str(num)).replace("SYNC", sync)
+
+
+@pytest.mark.parametrize("num", [2, 4])
+def test_matrices_are_loaded(tmp_path, num):
+    """Rows 0 .. 7 and 8 .. 15 of a warp's 16, bytes 0 .. 15, and then 16 .. 31: a lane gets word
+    l % 4 of row l / 4 of each.
+    """
+    ((data, words),) = run(tmp_path, matrices(num))
+    rows = data.reshape(-1)[:8192].view(np.uint32).reshape(4, 2, 8, 32)  # warp, half, row, word
+    chunk = rows[..., 4 * (num // 2 - 1) :][..., :4]
+    assert np.array_equal(words.reshape(4, 8, 4, 2), chunk.transpose(0, 2, 3, 1))
+
+
+def test_loads_of_matrices_are_watched(tmp_path):
+    assert "data race on tiles[0]" in failure(tmp_path, matrices(4, sync=""))
+    text = matrices(4).replace("load_matrices(row", "load_matrices(row + 8")
+    assert "ldmatrix" in failure(tmp_path, text)
+
+
+def test_loads_of_matrices_compile_for_the_device(tmp_path):
+    for num in (2, 4):
+        text = render_kernel(tmp_path, matrices(num), "device")
         assert nvrtc.compile(text, "sm_90a", PLAN.name).resources.spill_store_bytes == 0
 
 

@@ -194,10 +194,11 @@ def words_slowly(scales, gate_up):
 
 def exponents_slowly(scales, gate_up):
     """Of mxfp4_fp8: f32 of the tile's rows; then of every k-block, for each warp of 64 rows, what
-    lanes read that expand rows i, i + 8, .. + 56: 16 bits for a row, four for a chunk.
+    lanes read that expand rows i, i + 8, .. + 56: 16 bits for a row, four for a chunk. Of an even
+    number of k-blocks.
     """
     num_experts, rows, groups = scales.shape
-    num_tiles, k_blocks = num_tiles_of(rows, gate_up), -(-groups // 4)
+    num_tiles, k_blocks = num_tiles_of(rows, gate_up), -(-groups // 8) * 2
     packed = np.zeros((num_experts, num_tiles, 1024 + 512 * k_blocks), np.uint8)
     for expert, tile, in_tile in np.ndindex(num_experts, num_tiles, 256):
         row = row_of_tile(tile, in_tile, rows, gate_up)

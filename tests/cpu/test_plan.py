@@ -6,6 +6,7 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 
+from jitmoe.mxfp4 import packed_shape
 from jitmoe.plan.formats import FORMATS
 from jitmoe.plan.gpu import GPUS, gpu_spec, match_device
 from jitmoe.plan.heuristics import (
@@ -611,15 +612,34 @@ def test_who_expands_mxfp4():
     assert "expand" not in [role.name for role in decode.roles]
     sizes = {plan: {r.name: r.num_bytes for r in plan.smem.regions} for plan in (decode, prefill)}
     landing, num = 256 * 64, prefill.num_packed_stages
-    assert sizes[decode]["weight_tiles"] == decode.num_stages * landing
+    assert sizes[decode]["weight_tiles"] == decode.num_stages * 2 * landing, "two groups of tokens"
+    assert sizes[decode]["token_scales"] == decode.num_stages * 2 * 64 * 4
     assert sizes[prefill]["weight_tiles"] == prefill.num_stages * 2 * landing
     assert sizes[prefill]["packed_tiles"] == num * landing
-    assert sizes[decode]["weight_scales"] == decode.num_stages * 512, "16 bits a row"
+    assert sizes[decode]["weight_scales"] == decode.num_stages * 2 * 512, "16 bits a row"
     assert sizes[prefill]["weight_scales"] == num * 512
     in_bf16 = choose(replace(MX, format="mxfp4_bf16"), H200)
     of_stages = {r.name: r.num_bytes for r in in_bf16.smem.regions}["weight_scales"]
     assert of_stages == in_bf16.num_stages * 1024, "a word a row"
     assert "packed_tiles" not in sizes[decode] and "landed" not in sizes[decode]
+
+
+@pytest.mark.parametrize("format", ["mxfp4_fp8", "mxfp4_bf16"])
+@pytest.mark.parametrize("hidden, intermediate", [(32, 32), (256, 384), (2880, 2880), (7168, 2048)])
+def test_packed_scales_are_as_long_as_kernels_take_them(hidden, intermediate, format):
+    """In both buckets, which share them."""
+    problem = MoeProblem(1, hidden, intermediate, 3, 1, format)
+    for plan in plans_of_model(problem, H200).values():
+        for cols, rows, gate_up, number in (
+            (hidden, 2 * intermediate, "gate_first", 1),
+            (intermediate, hidden, None, 2),
+        ):
+            _, num_tiles, *tile = packed_shape(3, rows, cols, format, gate_up)
+            constants = plan.derived_constants
+            assert num_tiles == constants[f"num_tiles_{number}"]
+            assert np.prod(tile) == constants[f"mx_tile_words_{number}"]
+            landing = -(-cols // plan.landing_k) * constants["mx_words"]
+            assert landing + constants["mx_row_words"] <= np.prod(tile), "no copy ends beyond"
 
 
 @pytest.mark.parametrize(

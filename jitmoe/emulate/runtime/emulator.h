@@ -84,6 +84,7 @@ void sync_block();
 void sync_named(u32 id, u32 num_threads);
 void set_registers(u32 launch_regs, u32 regs);
 void store_matrices(void* row, const u32* matrices, u32 count, bool transposed);
+void load_matrices(const void* row, u32* matrices, u32 count);
 
 // Warpgroup matrix multiply, m64nNk32 e4m3: d has N / 2 registers of the running thread.
 void wgmma_fence();

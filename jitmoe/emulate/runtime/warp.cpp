@@ -136,6 +136,28 @@ void store_matrices(void* row, const u32* matrices, u32 count, bool transposed) 
     }
 }
 
+// ldmatrix, with addresses and fragments as stmatrix has them. Each lane reads what it gets.
+static void finish_load_matrices(Block&, Warp& warp, Fiber* lanes) {
+    const Collective& c = warp.collective;
+    for (u32 i = 0; i < c.argument; ++i) {
+        for (u32 r = 0; r < 8; ++r) {
+            const u32* row = static_cast<const u32*>(c.addresses[8 * i + r]);
+            check_shared(row, 16, 16, "ldmatrix");
+            for (u32 k = 0; k < 4; ++k) {
+                const u32 to = r * 4 + k;
+                check_access(row + k, 4, Access::kRead, warp.collective.at, lanes[to]);
+                const_cast<u32*>(c.data[to])[i] = row[k];
+            }
+        }
+    }
+}
+
+void load_matrices(const void* row, u32* matrices, u32 count) {
+    Lane lane{0, 0, const_cast<void*>(row), matrices};
+    lane.at = __builtin_return_address(0);
+    meet("ldmatrix", kAllLanes, count, 0, lane, finish_load_matrices);
+}
+
 // Barriers of a block. "The arrival count is incremented by the warp size, not by the number of active threads"; a
 // barrier completes when it reaches the count given, or with sync_block the count of all warps that have not exited.
 static bool complete_if_all_there(u32 block_idx, u32 id) {
