@@ -87,7 +87,7 @@ def _weight_maps(weights: ExpertWeights, plan: MegaMoePlan) -> tuple[bytes, byte
     one box lands gate and up in alternating groups of 8 rows, whatever order they lie in. Without a
     gate it is as that of w2.
     """
-    key = "weight_maps"
+    key = "weight_maps", plan.weight_k_bytes  # buckets may differ
     if key not in weights.memo:
         weights.memo[key] = (
             _gated_map(weights, plan) if weights.gated else _row_map(weights.w13, plan),

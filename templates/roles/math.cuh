@@ -26,12 +26,14 @@ struct Sums {
 
 // kUnroll k-blocks, each of blocks of 64 weight rows. Two accumulators alternate: the tensor cores fill one while the
 // other is promoted; beside sums of extra tokens, or biases and expand warps, there are registers for one. Extra tokens
-// go with the first blocks. The last wait leaves nothing in flight, else ptxas serialises the loop around this (C7514).
+// go along with the last blocks, on many ranks, for want of registers, after them. The last wait leaves nothing in
+// flight, else ptxas serialises the loop around this (C7514).
 template <u32 kUnroll, u32 N, bool kTokenRows, bool kHasExtra>
 DEVICE void multiply(const Params& p, Smem& smem, Ring<kNumStages>& ring, const Operands& at,
                      Sums<N, kTokenRows, kHasExtra>& sums) {
     using AllSums = Sums<N, kTokenRows, kHasExtra>;
-    constexpr u32 kSteps = AllSums::kBlocks, kAllSteps = kUnroll * kSteps;
+    constexpr u32 kBlocks = AllSums::kBlocks, kFirstExtra = kBlocks - (kNumRanks == 1 ? AllSums::kExtraBlocks : 0);
+    constexpr u32 kSteps = kFirstExtra + AllSums::kExtraBlocks, kAllSteps = kUnroll * kSteps;
     // Steps in flight while one is promoted.
     constexpr u32 kAhead = kHasExtra || (kHasBias && kExpands) ? 0 : 1;
     float partial[kAhead + 1][N / 2], extra_partial[kExtraColumns / 2];
@@ -58,19 +60,20 @@ DEVICE void multiply(const Params& p, Smem& smem, Ring<kNumStages>& ring, const 
                     tokens = make_uniform(tokens);
                 }
                 promotion.load(smem, ring.stage, at);
-                if constexpr (kHasExtra) extra_promotion.load(smem, ring.stage, find_extra_operands(at));
             }
+            if (kHasExtra && m == kFirstExtra) extra_promotion.load(smem, ring.stage, find_extra_operands(at));
             float (&own)[N / 2] = partial[i % (kAhead + 1)];
-            hold_accumulators(own);
-            if (m < AllSums::kExtraBlocks) hold_accumulators(extra_partial);
+            if (m < kBlocks) hold_accumulators(own);
+            if (m >= kFirstExtra) hold_accumulators(extra_partial);
             wgmma_fence();
-            const u32 block = weights + m * descriptor_step(64 * kBlockKBytes);
-            multiply_block(own, kTokenRows ? tokens : block, kTokenRows ? block : tokens);
-            if (m < AllSums::kExtraBlocks) {
+            if (m < kBlocks) {
+                const u32 block = weights + m * descriptor_step(64 * kBlockKBytes);
+                multiply_block(own, kTokenRows ? tokens : block, kTokenRows ? block : tokens);
+            }
+            if (m >= kFirstExtra) {
                 const Operands extra_at = find_extra_operands(at);
-                multiply_block(extra_partial,
-                               extra_at.weights + ring.stage * descriptor_step(kWeightTileBytes) +
-                                   m * descriptor_step(64 * kBlockKBytes),
+                const u32 block = extra_at.weights + (m - kFirstExtra) * descriptor_step(64 * kBlockKBytes);
+                multiply_block(extra_partial, block + ring.stage * descriptor_step(kWeightTileBytes),
                                extra_at.tokens + ring.stage * descriptor_step(kTokenTileBytes));
             }
             wgmma_commit();
@@ -83,15 +86,17 @@ DEVICE void multiply(const Params& p, Smem& smem, Ring<kNumStages>& ring, const 
             } else {
                 wgmma_wait<0>();
             }
-            float (&done)[N / 2] = partial[(i - kAhead) % (kAhead + 1)];
-            hold_accumulators(done);
-            if (m == 0) promotion.begin_k_block(at);
-            promotion.add(sums.own[m], done, m, at);
-            if (m < AllSums::kExtraBlocks) {
+            if (m < kBlocks) {
+                float (&done)[N / 2] = partial[(i - kAhead) % (kAhead + 1)];
+                hold_accumulators(done);
+                if (m == 0) promotion.begin_k_block(at);
+                promotion.add(sums.own[m], done, m, at);
+            }
+            if (m >= kFirstExtra) {
                 const Operands extra_at = find_extra_operands(at);
-                if (m == 0) extra_promotion.begin_k_block(extra_at);
+                if (m == kFirstExtra) extra_promotion.begin_k_block(extra_at);
                 hold_accumulators(extra_partial);
-                extra_promotion.add(sums.extra[m], extra_partial, m, extra_at);
+                extra_promotion.add(sums.extra[m - kFirstExtra], extra_partial, m - kFirstExtra, extra_at);
             }
             if (m == kSteps - 1) {
                 sync_warp();

@@ -21,9 +21,10 @@ from jitmoe import (
     warmup,
     workspace_bytes,
 )
+from jitmoe.mxfp4 import packed_shape
 from jitmoe.plan.formats import SCALES
 from jitmoe.plan.gpu import gpu_spec
-from jitmoe.plan.heuristics import choose
+from jitmoe.plan.heuristics import choose, plans_of_model
 from jitmoe.plan.scales import _weight_shapes
 from jitmoe.plan.variant import Variant
 from jitmoe.run import families
@@ -682,6 +683,27 @@ def test_maps_of_w13(monkeypatch, gate_up):
     if gate_up == "interleaved":
         gate, up = [2 * row for row in gate], [2 * row + 1 for row in gate]
     assert rows == gate[:8] + up[:8] + gate[8:] + up[8:]
+
+
+def test_maps_of_both_buckets(monkeypatch):
+    """The same weights serve both; a box of w2's is what the kernel of the plan lands."""
+    boxes, format = [], "mxfp4_fp8"
+    monkeypatch.setattr(
+        prepare, "encode_u8_map", lambda *given: boxes.append(given[-1]) or boxes[-1]
+    )
+    shapes = (EXPERTS, 2 * INTERMEDIATE, HIDDEN), (EXPERTS, HIDDEN, INTERMEDIATE)
+    codes = [FakeArray((*shape[:2], shape[2] // 2), "uint8") for shape in shapes]
+    packed = [
+        FakeArray(packed_shape(*shape, format, order), "uint32")
+        for shape, order in zip(shapes, ("gate_first", None), strict=True)
+    ]
+    weights = ExpertWeights(*codes, *packed, format=format)
+    plans = plans_of_model(weights.problem(1, TOP_K), gpu_spec("h200"))
+    landing = {name: plan.weight_k_bytes for name, plan in plans.items()}
+    assert landing == {"decode": 128, "prefill": 64}
+    for bucket in ("decode", "prefill", "decode"):
+        _, box = prepare._weight_maps(weights, plans[bucket])
+        assert box == [landing[bucket], 256, 1]
 
 
 def test_maps_without_a_gate(monkeypatch):
