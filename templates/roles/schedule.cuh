@@ -21,11 +21,11 @@ DEVICE u32 unit_size(u32 phase) { return min_of(16u, ceil_div(phase == kGemm1 ? 
 // Decode: where a GEMM has so few tiles that CTAs would have nothing to do, its tiles are tasks in parts along k. Sums
 // of parts are rounded otherwise than one sum, and nothing else that rounds depends on the batch.
 DEVICE u32 num_parts(const Smem& smem, u32 phase) {
+    constexpr u32 kLeast = 16;  // k-blocks of a part: joining takes as long as several
     const u32 num_tiles = smem.block_start[kNumExperts] * (phase == kGemm1 ? kNumTiles1 : kNumTiles2);
-    // k-blocks of a part: joining takes as long as several. Fewer of MXFP4, 1,024 channels, where few warps expand
-    // codes: 1 token of S2 22.5 to 21.0 us (H200, 2026-11-30).
-    constexpr u32 kLeast = kMxWords > 0 ? 1024 * kElementBytes / kTokenKBytes : 16;
-    const u32 most = (phase == kGemm1 ? kNumKBlocks1 : kNumKBlocks2) / kLeast;
+    // Fewer of MXFP4, 1,024 channels, where few warps expand codes: 1 token of S2 22.5 to 21.0 us (H200, 2026-11-30).
+    constexpr u32 kLeastOfFormat = kMxWords > 0 ? min_of(kLeast, 1024 * kElementBytes / kTokenKBytes) : kLeast;
+    const u32 most = (phase == kGemm1 ? kNumKBlocks1 : kNumKBlocks2) / kLeastOfFormat;
     if (kSplitTokens || kBatchInvariant || 2 * num_tiles > num_blocks() || num_tiles == 0 || most == 0) return 1;
     return min_of(num_blocks() / num_tiles, most);
 }
