@@ -83,7 +83,8 @@ def pack_scales(scales, format: str, gate_up: str | None, xp=np):
     scales   [num_experts, rows, cols / 32] uint8 (e8m0)
     format   of FORMATS
     gate_up  of w13 the order of its rows (variant.GATE_UP), None for w2 and without a gate
-    returns  uint32 of `packed_shape`: for each tile of 256 weight rows (`tile_rows`)
+    returns  uint32 of `packed_shape`: for each tile of 256 weight rows (`tile_rows`), a k-block
+             being 128 channels
 
         mxfp4_bf16  of each k-block, a word for each row: its four scales
         mxfp4_fp8   f32 of each row, 2^-6 times its largest scale; then of each k-block, 16 bits for

@@ -23,7 +23,7 @@ DECODE_TOKENS_PER_EXPERT = 64.0
 # 1.12 of its time at 24 of S1, S3 and S4 and 0.98 of S2, 1.04 at 28 of S1, 0.94 at 30 of S4, 0.83
 # to 0.93 at 32 (H200, 2026-12-01). Beside bf16 tokens 1.2 to 1.4 at 24 and 32 of S1 to S4, 0.7 at
 # 128 (H200, 2026-11-30), so for them it is 64 too: a guess.
-W4A8_DECODE_TOKENS_PER_EXPERT = 28.0
+W4A8_DECODE_TOKENS_PER_EXPERT = 29.0
 
 # (stages, task slots, pairs sorted locally) tried, best first. 3 x 32 KiB in flight saturate
 # memory, 4 or 5 stages are steadier (decode stream, 2026-11-29). Deliver warps hold a task slot
@@ -124,7 +124,8 @@ def choose(problem: MoeProblem, gpu: GpuSpec, **variant) -> MegaMoePlan:
 
 def _registers(name: str, problem: MoeProblem, many_ranks: bool) -> tuple[int, int]:
     """Of the warps beside math, and of math: those that kernels of the bucket do not spill with.
-    One does: W4A8 in prefill, traced, with biases and 17 slots (8 bytes; the build refuses it).
+    Two do, and the build refuses them: W4A8 in prefill, traced, with biases and 17 slots (8 bytes),
+    and in decode on many ranks, traced, where top_k is no power of two (28 to 48).
     """
     form = format_of(problem.format)
     if name == "prefill" and form.is_mx:

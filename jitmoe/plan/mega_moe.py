@@ -82,7 +82,7 @@ class MegaMoePlan(Plan):
     @property
     def landing_k(self) -> int:
         """Channels of a weight row that land together: 128 bytes, but 64 of MXFP4 that is expanded
-        in shared memory, or multiplied by bf16 tokens, or on many ranks (for want of registers).
+        in shared memory or multiplied by bf16 tokens.
         """
         form = format_of(self.format)
         if form.is_mx:
