@@ -75,5 +75,5 @@ def smem(plan) -> MemoryMap:
         regions.append(Region("bias", "u8", (slots, plan.block_rows * 4), 128, "load -> math"))
     if plan.trace:
         warps = plan.num_threads // WARP_THREADS
-        regions.append(Region("trace_next", "u32", (warps,), 4, "a warp's own"))
+        regions.append(Region("trace_rings", "u64", (warps, 2), 16, "a warp's own"))
     return MemoryMap(tuple(regions))

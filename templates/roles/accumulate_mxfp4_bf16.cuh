@@ -5,12 +5,13 @@
 // 2^66 as large, so that the weights stay normal for scales from 2^-65 on, and the sums make up for the rest.
 constexpr float kWeightUnit = 1152921504606846976.0f;  // 2^60
 
-// Codes kFirst and kFirst + 4 of a word, times `scale`.
+// Codes kFirst and kFirst + 4 of a word, 0 or 1, times `scale`. One multiplication moves a code to where its sign is
+// wanted and to where the rest is, and neither into the other or the other code.
 template <u32 kFirst>
 DEVICE u32 expand_codes(u32 codes, u32 scale) {
-    const u32 signs = codes << (12 - 4 * kFirst) & 0x80008000u;
-    const u32 rest = (kFirst < 2 ? codes << (6 - 4 * kFirst) : codes >> (4 * kFirst - 6)) & 0x01c001c0u;
-    return multiply_bf16x2(signs | rest, scale);
+    constexpr u32 kToSign = 1u << (12 - 4 * kFirst), kToRest = 1u << (6 - 4 * kFirst);
+    const u32 moved = (codes & 0x000f000fu << 4 * kFirst) * (kToSign + kToRest);
+    return multiply_bf16x2(moved & 0x81c081c0u, scale);
 }
 
 // Words of four scales, of the chunks of a k-block: of both rows in the first block of 64, then in the second
@@ -21,19 +22,23 @@ DEVICE uint4 chunk_scales(const Smem& smem, u32 stage, u32 first_row) {
 }
 
 // Scale number c of a word as a pair of bf16.
-DEVICE u32 scale_of_chunk(u32 scales, u32 c) { return (scales >> 8 * c & 0xff) * 0x00800080u; }
+DEVICE u32 scale_of_chunk(u32 scales, u32 c) { return permute_bytes(scales, 0, 0x4040 + c * 0x0101) << 7; }
 
-constexpr u32 kGroup = 2;  // chunks whose multiplies are waited for together
+// Chunks whose multiplies are waited for together, as registers allow.
+template <u32 kSums>
+constexpr u32 kGroupChunks = kSums <= 16 ? 4 : 2;
 
 // The operands of two multiplies a chunk.
+template <u32 kGroup>
 DEVICE void expand_group(const u32 (&words)[kGroup][2], const u32 (&scales)[2], u32 first, u32 (&a)[kGroup][2][4]) {
 #pragma unroll
     for (u32 i = 0; i < kGroup * 2; ++i) {
         const u32 c = i / 2, half = i % 2, scale = scale_of_chunk(scales[half], first + c);
-        a[c][0][half] = expand_codes<0>(words[c][half], scale);
-        a[c][0][half + 2] = expand_codes<1>(words[c][half], scale);
-        a[c][1][half] = expand_codes<2>(words[c][half], scale);
-        a[c][1][half + 2] = expand_codes<3>(words[c][half], scale);
+        const u32 low = words[c][half], high = low >> 8;
+        a[c][0][half] = expand_codes<0>(low, scale);
+        a[c][0][half + 2] = expand_codes<1>(low, scale);
+        a[c][1][half] = expand_codes<0>(high, scale);
+        a[c][1][half + 2] = expand_codes<1>(high, scale);
     }
 #pragma unroll
     for (u32 i = 0; i < kGroup * 2; ++i) hold_operands(a[i / 2][i % 2]);
@@ -44,6 +49,7 @@ DEVICE void expand_group(const u32 (&words)[kGroup][2], const u32 (&scales)[2], 
 template <typename At, typename AllSums>
 DEVICE void accumulate(const Params& p, Smem& smem, Ring<kNumStages>& ring, const At& at, u32 num, AllSums& sums) {
     constexpr u32 kHalfTile = kTileTokens * kBlockKBytes;  // 64 channels of all tokens
+    constexpr u32 kGroup = kGroupChunks<sizeof(sums.own[0]) / sizeof(float)>;
     constexpr u32 kGroups = AllSums::kBlocks * kChunks / kGroup;
     const PackedRows packed = find_packed_rows(smem, at.first_row);
 #pragma unroll 1

@@ -3,6 +3,11 @@
 // rows in Params::slices, one per routed pair. Memory wants tokens by rows: both transpose through a buffer of the
 // warp's own.
 
+// Of `num` 8x8 matrices, as many as one instruction takes, up to `most`, and divide them.
+DEVICE constexpr u32 matrices_at_once(u32 num, u32 most) {
+    return num % most == 0 ? most : matrices_at_once(num, most / 2);
+}
+
 // Largest magnitude of each token over a group of 128 channels, which all warps share or without a gate those of a
 // warpgroup: lanes of a warp by shuffles, warps through shared memory.
 template <u32 N>
@@ -91,7 +96,7 @@ DEVICE void store_mid_columns(const Params& p, Smem& smem, const Task& task, con
     static_assert(kShareBlocks<false> == 2, "a warpgroup has two row blocks");
     u8* buffer = smem.transpose[share.group * 4 + share.warp];
     u8* mid = p.mid + u64(task.row_start + share.first_token) * kMidStride + task.tile * kTileChannels;
-    constexpr u32 kGroup = min_of(N / 8, 4u);
+    constexpr u32 kGroup = matrices_at_once(N / 8, 4);
 #pragma unroll
     for (u32 block = 0; block < kTileGroups; ++block) {
         if (block > 0) sync_warp();  // all lanes are done with the row block before
@@ -137,7 +142,7 @@ DEVICE void store_slices_columns(const Params& p, Smem& smem, const Task& task, 
 #pragma unroll
         for (u32 first = 0; first < N; first += kTokens) {
             // Matrix (j, half) is 8 channels by 8 tokens; the buffer is [half][token][8 channels].
-            constexpr u32 kGroup = min_of(kTokens / 8, 2u);
+            constexpr u32 kGroup = matrices_at_once(kTokens / 8, 2);
 #pragma unroll
             for (u32 j = 0; j < kTokens / 8; j += kGroup) {
                 u32 matrices[2 * kGroup];

@@ -24,16 +24,20 @@ struct Sums {
     float extra[kShareBlocks<false>][kExtraColumns / 2] = {};
 };
 
+// Whether step m is one of `num` from `first` on.
+DEVICE constexpr bool is_among(u32 m, u32 first, u32 num) { return m - first < num; }
+
 // kUnroll k-blocks, each of blocks of 64 weight rows. Two accumulators alternate: the tensor cores fill one while the
 // other is promoted; beside sums of extra tokens, or biases and expand warps, there are registers for one. Extra tokens
-// go along with the last blocks, on many ranks, for want of registers, after them. The last wait leaves nothing in
+// go along with the first blocks, on many ranks, for want of registers, after all. The last wait leaves nothing in
 // flight, else ptxas serialises the loop around this (C7514).
 template <u32 kUnroll, u32 N, bool kTokenRows, bool kHasExtra>
 DEVICE void multiply(const Params& p, Smem& smem, Ring<kNumStages>& ring, const Operands& at,
                      Sums<N, kTokenRows, kHasExtra>& sums) {
     using AllSums = Sums<N, kTokenRows, kHasExtra>;
-    constexpr u32 kBlocks = AllSums::kBlocks, kFirstExtra = kBlocks - (kNumRanks == 1 ? AllSums::kExtraBlocks : 0);
-    constexpr u32 kSteps = kFirstExtra + AllSums::kExtraBlocks, kAllSteps = kUnroll * kSteps;
+    constexpr u32 kBlocks = AllSums::kBlocks, kExtraBlocks = AllSums::kExtraBlocks;
+    constexpr u32 kFirstExtra = kNumRanks == 1 ? 0 : kBlocks;
+    constexpr u32 kSteps = kBlocks + (kNumRanks == 1 ? 0 : kExtraBlocks), kAllSteps = kUnroll * kSteps;
     // Steps in flight while one is promoted.
     constexpr u32 kAhead = kHasExtra || (kHasBias && kExpands) ? 0 : 1;
     float partial[kAhead + 1][N / 2], extra_partial[kExtraColumns / 2];
@@ -64,13 +68,13 @@ DEVICE void multiply(const Params& p, Smem& smem, Ring<kNumStages>& ring, const 
             if (kHasExtra && m == kFirstExtra) extra_promotion.load(smem, ring.stage, find_extra_operands(at));
             float (&own)[N / 2] = partial[i % (kAhead + 1)];
             if (m < kBlocks) hold_accumulators(own);
-            if (m >= kFirstExtra) hold_accumulators(extra_partial);
+            if (is_among(m, kFirstExtra, kExtraBlocks)) hold_accumulators(extra_partial);
             wgmma_fence();
             if (m < kBlocks) {
                 const u32 block = weights + m * descriptor_step(64 * kBlockKBytes);
                 multiply_block(own, kTokenRows ? tokens : block, kTokenRows ? block : tokens);
             }
-            if (m >= kFirstExtra) {
+            if (is_among(m, kFirstExtra, kExtraBlocks)) {
                 const Operands extra_at = find_extra_operands(at);
                 const u32 block = extra_at.weights + (m - kFirstExtra) * descriptor_step(64 * kBlockKBytes);
                 multiply_block(extra_partial, block + ring.stage * descriptor_step(kWeightTileBytes),
@@ -92,7 +96,7 @@ DEVICE void multiply(const Params& p, Smem& smem, Ring<kNumStages>& ring, const 
                 if (m == 0) promotion.begin_k_block(at);
                 promotion.add(sums.own[m], done, m, at);
             }
-            if (m >= kFirstExtra) {
+            if (is_among(m, kFirstExtra, kExtraBlocks)) {
                 const Operands extra_at = find_extra_operands(at);
                 if (m == kFirstExtra) extra_promotion.begin_k_block(extra_at);
                 hold_accumulators(extra_partial);
@@ -148,7 +152,7 @@ DEVICE void run_tile(const Params& p, Smem& smem, const Head& head, Ring<kNumSta
         constexpr u32 kUnroll = kHasExtra ? 1 : kUnrollK;  // no registers for more
 #pragma unroll 1
         for (; k >= kUnroll; k -= kUnroll) multiply<kUnroll>(p, smem, ring, at, sums);
-        if constexpr (kUnroll > 1) {
+        if constexpr (kNumKBlocks1 % kUnroll != 0 || kNumKBlocks2 % kUnroll != 0) {
 #pragma unroll 1
             for (; k > 0; --k) multiply<1>(p, smem, ring, at, sums);
         }
@@ -188,7 +192,8 @@ DEVICE void run_tile(const Params& p, Smem& smem, const Head& head, Ring<kNumSta
     trace_end(p, kEventEpilogue);
 }
 
-// As few columns as hold the tokens; prefill has no kernel text to spare for 8.
+// As few columns as hold the tokens; prefill has no kernel text to spare for 8. W4A8 in decode, which spends
+// instructions on every column of every 32 channels, has 24 too, but not the registers for it on many ranks.
 DEVICE void run_task(const Params& p, Smem& smem, const Head& head, Ring<kNumStages>& ring, const Task& task,
                      u32 slot) {
     const Share share = find_share(task);
@@ -202,6 +207,10 @@ DEVICE void run_task(const Params& p, Smem& smem, const Head& head, Ring<kNumSta
     // Traced kernels of MXFP4 would spill with all widths.
     constexpr u32 kWide = kTrace && kHasChunkScales ? 16 : 32;
     if (task.num_rows > kWide) return run_tile<64, false>(p, smem, head, ring, task, share, slot);
+    if constexpr (kHasChunkScales && kQuantizes && kWide > 16 && kNumRanks == 1) {
+        const bool fits = task.num_rows > 16 && task.num_rows <= 24;
+        if (fits) return run_tile<24, false>(p, smem, head, ring, task, share, slot);
+    }
     if (kWide > 16 && task.num_rows > 16) return run_tile<32, false>(p, smem, head, ring, task, share, slot);
     if (kSplitTokens || task.num_rows > 8) return run_tile<16, false>(p, smem, head, ring, task, share, slot);
     return run_tile<8, false>(p, smem, head, ring, task, share, slot);

@@ -133,10 +133,13 @@ def test_routings(ragged, routing):
     check(ragged, 140, routing)
 
 
-@pytest.mark.parametrize("num_rows", [1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 135, 144, 145, 260])
+@pytest.mark.parametrize(
+    "num_rows", [1, 8, 9, 16, 17, 24, 25, 32, 33, 64, 65, 128, 135, 144, 145, 260]
+)
 def test_widths(ragged, num_rows):
-    """Columns of a multiply: 8, 16, 32 and 64, full and not; then several tiles of an expert. In
-    prefill tokens are rows beyond 64, and a last tile takes up to 16 tokens along.
+    """Columns of a multiply: 8, 16, 24 (W4A8 in decode), 32 and 64, full and not; then several
+    tiles of an expert. In prefill tokens are rows beyond 64, and a last tile takes up to 16 tokens
+    along.
     """
     check(ragged, num_rows, "one_expert")
 

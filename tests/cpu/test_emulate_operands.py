@@ -93,7 +93,7 @@ def result(data, num):
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("num", [8, 16, 32, 64])
+@pytest.mark.parametrize("num", [8, 16, 24, 32, 64])
 @pytest.mark.parametrize("kind", KINDS)
 def test_multiplies_with_registers(tmp_path, kind, num, accumulate):
     """Two that are chained, the second 32 bytes further on in both operands."""

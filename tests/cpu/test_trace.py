@@ -240,7 +240,7 @@ def test_an_untraced_kernel_has_no_trace(tmp_path):
     """Its text holds neither clock nor ring, and compiles to what it would without the calls."""
     plan = plans_of_model(MoeProblem(0, 7168, 2048, 32, 8), GPU)["decode"]
     text = render(plan)
-    assert not re.search(r"trace_time|trace_next|globaltimer_lo|p\.trace|kTraceCapacity", text)
+    assert not re.search(r"trace_time|trace_rings|globaltimer_lo|p\.trace|kTraceCapacity", text)
     bare = re.sub(r"// ==== device/(events|no_stamps).cuh ====.*?(?=// ====)", "", text, flags=re.S)
     bare = bare.replace("kTrace ? test_wait(barrier, parity) : poll()", "poll()")
     bare = re.sub(r"const bool is_event = .*", "", bare)
