@@ -116,5 +116,5 @@ def _gemm(heat: str, kind: str) -> float:
     gemm()
     torch.cuda.synchronize()
     stream = cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)
-    us = times.measure(gemm, stream, 1, heat, NUM_BURSTS, times.IDLE_S).median
+    us = times.measure(gemm, stream, 1, heat, NUM_BURSTS).median
     return 2 * m * n * k / us * 1e-6

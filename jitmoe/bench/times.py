@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 HEATS = ("cool", "hot")
 BURST_US = 12_000  # short enough for the clock to stay up, long enough to hide a launch
-IDLE_S = 0.2  # before each cool burst of work that would heat the card
+# Before each cool burst. Small calls heat the card too where instructions bind them: 64 tokens of
+# S1 in MXFP4 take 209 us after it, 226 without (H200, 2026-12-01).
+IDLE_S = 0.2
 HOT_S = 1.0  # of continuous work, after which the power cap has lowered the clock
 NUM_HOST_CALLS = 20
 
@@ -41,23 +43,22 @@ def measure(
     num_calls: int,
     heat: str,
     num_bursts: int,
-    idle_s: float = 0.0,
 ) -> Times:
     """Times of one of the `num_calls` calls that `launch` enqueues on the CuPy stream.
 
-    heat        cool: each burst after `idle_s` of idleness; hot: all after a second of work
+    heat        cool: each burst after `IDLE_S` of idleness; hot: all after a second of work
     num_bursts  each of about `BURST_US`, and one sample
     """
     replay_us = min(burst(launch, stream, 1) for _ in range(2))
     num_replays = replays_per_burst(replay_us)
     if heat == "hot":
-        idle_s = 0.0
         start = time.perf_counter()
         while time.perf_counter() - start < HOT_S:
             burst(launch, stream, num_replays)
     samples = []
     for _ in range(num_bursts):
-        time.sleep(idle_s)
+        if heat == "cool":
+            time.sleep(IDLE_S)
         samples.append(burst(launch, stream, num_replays) / num_calls)
     return summary(samples)
 

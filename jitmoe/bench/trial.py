@@ -11,8 +11,6 @@ from jitmoe.bench.methods import Method
 from jitmoe.fp8 import decode_bf16
 from jitmoe.peers.peer import Peer
 
-IDLE_TOKENS = 512  # from here on a burst works hard enough to heat the card
-
 
 @dataclass(frozen=True)
 class Protocol:
@@ -57,11 +55,8 @@ def trial(method: Method, peer: Peer, references: measure.References, protocol: 
     launch, ys = method.capture()
     ys = [method.bits(y) for y in ys]
     poison(ys)
-    idle_s = times.IDLE_S if len(references.exact) >= IDLE_TOKENS else 0.0
     measured = {
-        heat: times.measure(
-            launch, method.stream, method.num_calls, heat, protocol.num_bursts, idle_s
-        )
+        heat: times.measure(launch, method.stream, method.num_calls, heat, protocol.num_bursts)
         for heat in protocol.heats
     }
     method.check()

@@ -15,13 +15,13 @@ from jitmoe.bench import methods, times
 from jitmoe.bench.points import ZIPF_EXPONENT, calls_per_graph
 from jitmoe.bench.rows import significant
 from jitmoe.bench.setting import free
-from jitmoe.bench.trial import IDLE_TOKENS, is_poisoned, poison
+from jitmoe.bench.trial import is_poisoned, poison
 from jitmoe.bench.work import mean_work, work_of
 from jitmoe.tune.pairs import summary
 from jitmoe.tune.trial import Trial
 
 NUM_PAIRS = 8
-IDLE_S = times.IDLE_S / 4  # before a burst that would heat the card
+IDLE_S = times.IDLE_S / 4  # before a burst
 
 _NESTED = ("layer", "point", "heuristic")  # a new one outside is a new one inside
 _kept: dict[str, tuple] = {}  # of these: (what it is of, it)
@@ -49,7 +49,7 @@ def measure_trial(trial: Trial) -> dict:
     launch, ys = method.capture()
     _, heuristic, stream = _keep("heuristic", of_point, lambda: _heuristic(trial, calls, weights))
     poison(ys)
-    samples = _pairs(heuristic, stream, launch, method, trial.problem.num_tokens)
+    samples = _pairs(heuristic, stream, launch, method)
     method.check()
     if is_poisoned(ys):
         return _wrong(errors, "the graph left NaN in an output")
@@ -103,9 +103,8 @@ def _heuristic(trial: Trial, calls: list, weights: list) -> tuple:
     return method, launch, method.stream
 
 
-def _pairs(heuristic, stream, launch, method, num_tokens: int) -> tuple[list, list]:
+def _pairs(heuristic, stream, launch, method) -> tuple[list, list]:
     """Microseconds of a call in bursts by turns, the first of a pair by turns too."""
-    idle_s = IDLE_S if num_tokens >= IDLE_TOKENS else 0.0
     sides = ((heuristic, stream), (launch, method.stream))
     replays = [
         times.replays_per_burst(min(times.burst(*side, 1) for _ in range(2))) for side in sides
@@ -113,6 +112,6 @@ def _pairs(heuristic, stream, launch, method, num_tokens: int) -> tuple[list, li
     samples = [], []
     for number in range(NUM_PAIRS):
         for i in (0, 1) if number % 2 == 0 else (1, 0):
-            time.sleep(idle_s)
+            time.sleep(IDLE_S)
             samples[i].append(times.burst(*sides[i], replays[i]) / method.num_calls)
     return samples

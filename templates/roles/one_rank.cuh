@@ -14,10 +14,13 @@ DEVICE u16 load_expert(const Params& p, u32 pair) {
 
 DEVICE float router_weight(const Params& p, u64 pair) { return own_weight(p, pair); }
 
-// Where GEMM 2 leaves a pair's row, and where the sum of a token's rows goes.
-DEVICE bool goes_alone(u32) { return false; }
-DEVICE u16* slice_of_pair(const Params& p, u64 pair, u32) { return p.slices + pair * kHidden; }
+// Where GEMM 2 leaves a pair's row, and where the sum of a token's rows goes. A row that is its token's only one is
+// that sum: nobody counts it or reads it again.
+DEVICE bool goes_alone(u32 used) { return __popc(used) == 1; }
 DEVICE u16* sum_target(const Params& p, u32 token, u32) { return p.y + i64(token) * p.y_stride; }
+DEVICE u16* slice_of_pair(const Params& p, u32 pair, u32 used) {
+    return goes_alone(used) ? sum_target(p, pair / kTopK, used) : p.slices + u64(pair) * kHidden;
+}
 
 // When a wait of the head has run out of time: the one warp that waited leaves.
 DEVICE void abort_head(Smem&) { exit_thread(); }

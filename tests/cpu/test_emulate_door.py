@@ -134,9 +134,13 @@ def test_weights_are_views(weights):
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, ml_dtypes.bfloat16])
-def test_out(weights, dtype):
-    given = call_arrays(DECODE)
-    memory = np.full((DECODE, HIDDEN + 64), 7, dtype)
+@pytest.mark.parametrize("num_tokens", [DECODE, PREFILL])
+def test_out(weights, num_tokens, dtype):
+    """Tokens have several slots, none, or one, whose row goes to out as it is."""
+    given = call_arrays(num_tokens)
+    num_used = np.isin(given["topk_ids"], range(EXPERTS)).sum(axis=1)
+    assert {0, 1, 2} <= set(num_used.tolist())
+    memory = np.full((num_tokens, HIDDEN + 64), 7, dtype)
     out = memory[:, :HIDDEN]
     assert emulate(weights, given, out=out) is out
     check(out, given)
