@@ -152,7 +152,9 @@ DEVICE void run_tile(const Params& p, Smem& smem, const Head& head, Ring<kNumSta
         constexpr u32 kUnroll = kHasExtra ? 1 : kUnrollK;  // no registers for more
 #pragma unroll 1
         for (; k >= kUnroll; k -= kUnroll) multiply<kUnroll>(p, smem, ring, at, sums);
-        if constexpr (kNumKBlocks1 % kUnroll != 0 || kNumKBlocks2 % kUnroll != 0) {
+        // Tasks of prefill have all k-blocks, those of decode may be parts.
+        constexpr bool kHasRest = !kSplitTokens || kNumKBlocks1 % kUnroll != 0 || kNumKBlocks2 % kUnroll != 0;
+        if constexpr (kUnroll > 1 && kHasRest) {
 #pragma unroll 1
             for (; k > 0; --k) multiply<1>(p, smem, ring, at, sums);
         }

@@ -1,5 +1,7 @@
 """Decode launches that overlap, whose blocks do not all run, whose tiles are in parts: emulated."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -19,9 +21,11 @@ except NoHostCompiler as error:
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 256, 384, 8, 2
 
 
-def make(sizes=(HIDDEN, INTERMEDIATE, EXPERTS, TOP_K), **options) -> EmulatedLayer:
+def make(
+    sizes=(HIDDEN, INTERMEDIATE, EXPERTS, TOP_K), unroll_k: int = 1, **options
+) -> EmulatedLayer:
     hidden, intermediate, num_experts, top_k = sizes
-    plan = choose(MoeProblem(1, *sizes), GPUS["h200"])
+    plan = replace(choose(MoeProblem(1, *sizes), GPUS["h200"]), unroll_k=unroll_k)
     layer = reference.random_layer(num_experts, hidden, intermediate, seed=1)
     return EmulatedLayer(plan, layer, **{"max_tokens": 40, "num_blocks": 6} | options)
 
@@ -87,10 +91,14 @@ def test_one_block_at_a_time(num_tokens):
 
 
 @pytest.mark.parametrize("checked", [False, True])
-@pytest.mark.parametrize("sizes", [(4096, 128, 1, 1), (256, 4224, 2, 1)])
-def test_tiles_in_parts(sizes, checked):
-    """Few tiles and many blocks: parts along k are added in one order, whoever comes last."""
-    emulated = make(sizes, max_tokens=64, num_blocks=9, checked=checked)
+@pytest.mark.parametrize(
+    "sizes, unroll_k", [((4096, 128, 1, 1), 1), ((256, 4224, 2, 1), 1), ((4352, 256, 1, 1), 2)]
+)
+def test_tiles_in_parts(sizes, unroll_k, checked):
+    """Few tiles and many blocks: parts along k are added in one order, whoever comes last. Parts of
+    17 of 34 k-blocks have a rest where k-blocks are taken two by two.
+    """
+    emulated = make(sizes, unroll_k, max_tokens=64, num_blocks=9, checked=checked)
     for num_tokens in (1, 12, 64):
         call, expected = random_call(emulated, num_tokens, seed=num_tokens)
         ys = [emulated(*call[:3], seed=seed) for seed in range(1 if checked else 3)]
