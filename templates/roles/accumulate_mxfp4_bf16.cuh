@@ -5,8 +5,8 @@
 // 2^66 as large, so that the weights stay normal for scales from 2^-65 on, and the sums make up for the rest.
 constexpr float kWeightUnit = 1152921504606846976.0f;  // 2^60
 
-// Codes kFirst and kFirst + 4 of a word, 0 or 1, times `scale`. One multiplication moves a code to where its sign is
-// wanted and to where the rest is, and neither into the other or the other code.
+// Codes kFirst, which is 0 or 1, and kFirst + 4 of a word, times `scale`. One multiplication moves both to where their
+// signs are wanted and to where the rest is: the copies do not meet.
 template <u32 kFirst>
 DEVICE u32 expand_codes(u32 codes, u32 scale) {
     constexpr u32 kToSign = 1u << (12 - 4 * kFirst), kToRest = 1u << (6 - 4 * kFirst);
