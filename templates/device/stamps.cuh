@@ -1,8 +1,7 @@
 // Stamps of a traced kernel: when a warp begins and ends an event, in a ring of its own in Params::trace that keeps the
 // newest. The first lane stamps for its warp, and the first warp of a warpgroup of one role for all four. Where the
-// ring is and stands lies in shared memory, for math warps have no register to spare, and the code is pasted so often
-// that its length costs time. An untraced kernel has no_stamps.cuh instead. Relies on trace.cuh, events.cuh, Params and
-// Smem.
+// ring is and stands lies in shared memory, for math warps have no register to spare. An untraced kernel has
+// no_stamps.cuh instead. Relies on trace.cuh, events.cuh, Params and Smem.
 
 constexpr u32 kStampEnd = 128;  // else it is a beginning
 

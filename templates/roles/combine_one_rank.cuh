@@ -1,4 +1,5 @@
-// One rank: y is the sum of a token's slices in slot order; tiles sum the tokens that they complete.
+// One rank: y is the sum of a token's slices in slot order, if it has several (one_rank.cuh: goes_alone); tiles sum the
+// tokens that they complete.
 
 // Lane l sums 8 channels of every token's rows, those of the slots in `used`; `store(t, sum)` puts them where they
 // belong.
