@@ -47,7 +47,7 @@ EVENTS = {
 }
 CODES = {name: code for code, name in EVENTS.items()}
 
-_END, _EVENT, _NUMBER = 128, 127, 8  # of a stamp's second word: flag, mask, shift
+_END, _WHOLE, _EVENT, _NUMBER = 128, 64, 63, 8  # of a stamp's second word: flags, mask, shift
 
 EVENT_DTYPE = np.dtype(
     [
@@ -56,7 +56,7 @@ EVENT_DTYPE = np.dtype(
         ("role", "u1"),  # number in Timeline.roles
         ("event", "u1"),  # number in EVENTS
         ("depth", "u1"),  # events of the warp around this one
-        ("payload", "u8"),  # see task_fields; a wait's index, and << 32 what it expected
+        ("payload", "u8"),  # see task_fields; a wait's index
         ("begin_ns", "i8"),
         ("end_ns", "i8"),
     ]
@@ -121,6 +121,17 @@ def decode(rings: np.ndarray, plan: MegaMoePlan, unit: str = "ns") -> Timeline:
     number = what >> _NUMBER
     order = np.lexsort((number, ring))
     ring, time, what, low, high, number = (a[order] for a in (ring, time, what, low, high, number))
+    written = number[np.flatnonzero(np.diff(ring, append=-1))].astype(np.int64) + 1  # by ring
+    num_lost = int(written.sum()) - len(number)
+
+    # A stamp of a whole event, which ends at `high`, as its begin and its end.
+    whole = what & _WHOLE != 0
+    times = 1 + whole
+    end = (np.cumsum(times) - 1)[whole]
+    ring, time, what, low, high, number = (
+        np.repeat(a, times) for a in (ring, time, what, low, high, number)
+    )
+    time[end], what[end], high[end - 1] = high[end], what[end] | _END, 0
     event, is_end = what & _EVENT, what & _END != 0
 
     # Open events before each stamp, counted from the ring's first; a begin that was dropped makes
@@ -150,6 +161,4 @@ def decode(rings: np.ndarray, plan: MegaMoePlan, unit: str = "ns") -> Timeline:
     events["event"], events["depth"] = event[begins], level[begins]
     events["payload"] = low[begins] | high[begins].astype(np.uint64) << np.uint64(32)
     events["begin_ns"], events["end_ns"] = since[begins], since[ends]
-    written = number[first + sizes - 1].astype(np.int64) + 1  # by ring
-    num_lost = int((written - sizes).sum())
     return Timeline(events, tuple(r.role.name for r in ranges), unit, num_lost)

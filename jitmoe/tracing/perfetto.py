@@ -43,7 +43,7 @@ def _records(timeline: Timeline) -> Iterator[dict]:
             args = {key: values[i] for key, values in fields.items()}
             name = _GEMMS[args.pop("phase")]
         elif event > WAIT:
-            args = {"index": payload & 0xFFFFFFFF, "expected": payload >> 32}
+            args = {"index": payload}
         times = {"ts": begin * scale, "dur": (end - begin) * scale}
         yield {"name": name, "ph": "X", "pid": block, "tid": warp, **times, "args": args}
 

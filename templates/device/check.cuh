@@ -51,7 +51,7 @@ DEVICE void report_timeout(const Params& p, Wait what, u32 index, u32 expected) 
 // message. With kTogether a whole warp, whose lanes all get the same of `poll()`, gives up as one.
 template <bool kTogether = false, typename Poll>
 DEVICE bool poll_in_time(const Params& p, Wait what, const u32& index, u32 expected, Poll poll) {
-    trace_begin(p, kEventWait + what, index, expected);
+    const u32 begin = trace_time();
     const u32 start = global_timer_us();
     for (u32 polls = 1; !poll(); ++polls) {
         if (polls % 128 != 0) continue;
@@ -61,7 +61,7 @@ DEVICE bool poll_in_time(const Params& p, Wait what, const u32& index, u32 expec
         report_timeout(p, what, index, expected);
         return false;
     }
-    trace_end(p, kEventWait + what);
+    trace_whole(p, begin, kEventWait + what, index);
     return true;
 }
 

@@ -6,5 +6,5 @@ enum Event : u32 {
     kEventMma = 3,       // a tile's main loop, from its first multiply on; payload: phase
     kEventEpilogue = 4,  // activation and re-quantisation, or slices
     kEventCombine = 5,   // delivery of slices, and the sums of whatever it completes
-    kEventWait = 16,     // + Wait, if the first look was in vain; payload: index and what was expected
+    kEventWait = 16,     // + Wait, if the first look was in vain; payload: index
 };

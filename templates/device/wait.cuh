@@ -10,7 +10,7 @@ DEVICE void wait_barrier(const Params& p, Wait what, u64* barrier, u32 index, u3
 // and without a branch: the loop around has no register left.
 DEVICE void wait_in_flight(const Params& p, u64* barrier, u32 index, u32 parity) {
     const bool is_event = kTrace && !test_wait(barrier, parity);
-    if (is_event) trace_begin(p, kEventWait + kWaitStageFull, index, parity);
+    const u32 begin = is_event ? trace_time() : 0;
     u32 start = 0;
     while (!try_wait(barrier, parity)) {
         const u32 now = global_timer_us();
@@ -19,5 +19,5 @@ DEVICE void wait_in_flight(const Params& p, u64* barrier, u32 index, u32 parity)
         report_timeout(p, kWaitStageFull, index, parity);
         break;
     }
-    if (is_event) trace_end(p, kEventWait + kWaitStageFull);
+    if (is_event) trace_whole(p, begin, kEventWait + kWaitStageFull, index);
 }

@@ -73,22 +73,24 @@ def test_the_call_and_its_output(traced):
 
 
 def test_events_of_a_warp_nest_and_are_ordered(traced):
-    num_pairs = 0
+    num_events = 0
     for ring in traced.rings.reshape(-1, traced.plan.trace_capacity, 4):
         stamps = ring[ring[:, 1] != 0]
         assert np.array_equal(stamps[:, 1] >> 8, np.arange(len(stamps)))
         assert (np.diff(stamps[:, 0].astype(np.int64)) >= 0).all()
         stack = []
-        for what in stamps[:, 1].tolist():
+        for time, what, _, end in stamps.tolist():
+            num_events += what & 192 != 0
             if what & 128:
-                assert stack.pop() == what & 127
-                num_pairs += 1
+                assert stack.pop() == what & 63
+            elif what & 64:
+                assert what & 63 not in stack and time <= end
             else:
-                assert what & 127 not in stack
-                stack.append(what & 127)
+                assert what & 63 not in stack
+                stack.append(what & 63)
         assert not stack
     events = traced.trace.events
-    assert len(events) == num_pairs and traced.trace.num_lost == 0
+    assert len(events) == num_events and traced.trace.num_lost == 0
     assert (events["begin_ns"] <= events["end_ns"]).all() and events["begin_ns"].min() == 0
     depths = {"head": {0}, "task": {0}, "mma": {1}, "epilogue": {1}, "combine": {1}}
     for name, allowed in depths.items():
@@ -133,7 +135,7 @@ def test_waits_are_named(traced):
     assert {"wait stage empty", "wait task full", "wait task empty"} <= names
     assert ("wait grid barrier" if traced.plan.split_tokens else "wait stage full") in names
     assert ("wait taken" in names) == traced.plan.expands
-    stages = traced.trace.select("wait stage empty")["payload"] & np.uint64(0xFFFFFFFF)
+    stages = traced.trace.select("wait stage empty")["payload"]
     assert stages.max() < traced.plan.num_stages
 
 
@@ -195,23 +197,26 @@ def ring(*stamps, capacity=8):
     plan = replace(plans_of_model(SMALL, GPU)["decode"], trace=True)
     rings = np.zeros((1, plan.num_threads // 32, capacity, 4), np.uint32)
     for time, number, event in stamps:
-        rings[0, 0, number % capacity] = time % 2**32, number << 8 | event, 5, 6
+        high = time + 4 if event & 64 else 6
+        rings[0, 0, number % capacity] = time % 2**32, number << 8 | event, 5, high % 2**32
     return rings, plan
 
 
 def test_a_full_ring_keeps_the_newest():
     task, wait = CODES["task"], CODES["wait stage empty"]
-    # Of the first task only the end is left.
-    stamps = [(10, 2, wait | 128), (11, 3, task | 128), (20, 4, task), (21, 5, wait)]
-    stamps += [(25, 6, wait | 128), (30, 7, task | 128), (40, 8, task), (50, 9, task | 128)]
+    # Of the first task only the last wait and the end are left.
+    stamps = [(6, 2, wait | 64), (11, 3, task | 128), (20, 4, task), (21, 5, wait | 64)]
+    stamps += [(26, 6, wait | 64), (31, 7, task | 128), (40, 8, task), (50, 9, task | 128)]
     timeline = decode(*ring(*stamps))
     assert timeline.num_lost == 2
     fields = ["event", "depth", "payload", "begin_ns", "end_ns"]
     payload = 6 << 32 | 5
     assert timeline.events[fields].tolist() == [
-        (task, 0, payload, 10, 20),
-        (wait, 1, payload, 11, 15),
-        (task, 0, payload, 30, 40),
+        (wait, 1, 5, 0, 4),
+        (task, 0, payload, 14, 25),
+        (wait, 1, 5, 15, 19),
+        (wait, 1, 5, 20, 24),
+        (task, 0, payload, 34, 44),
     ]
 
 
@@ -240,11 +245,11 @@ def test_an_untraced_kernel_has_no_trace(tmp_path):
     """Its text holds neither clock nor ring, and compiles to what it would without the calls."""
     plan = plans_of_model(MoeProblem(0, 7168, 2048, 32, 8), GPU)["decode"]
     text = render(plan)
-    assert not re.search(r"trace_time|trace_rings|globaltimer_lo|p\.trace|kTraceCapacity", text)
+    assert not re.search(r"trace_rings|globaltimer_lo|p\.trace|kTraceCapacity", text)
     bare = re.sub(r"// ==== device/(events|no_stamps).cuh ====.*?(?=// ====)", "", text, flags=re.S)
     bare = bare.replace("kTrace ? test_wait(barrier, parity) : poll()", "poll()")
-    bare = re.sub(r"const bool is_event = .*", "", bare)
-    bare = re.sub(r".*\b(trace_begin|trace_end|trace_task|start_trace)\(.*;\n", "", bare)
+    bare = re.sub(r"const (bool is_event = |u32 begin = .*trace_time).*", "", bare)
+    bare = re.sub(r".*\b(trace_begin|trace_end|trace_whole|trace_task|start_trace)\(.*;\n", "", bare)
     bare = bare.replace("DEVICE void trace_task(const Params& p, const Task& task) {\n}\n", "")
     bare = re.sub(r".*if constexpr \(kTrace\).*\n", "", bare)
     assert "kEvent" in text and "kEvent" not in bare
