@@ -26,6 +26,7 @@ from itertools import chain
 
 import numpy as np
 import transfer_mutations
+from parts import with_small_parts
 from transfer_mutations import TransferCase
 
 from jitmoe import fp8, reference
@@ -561,8 +562,7 @@ def _end_of_call(code: str, at: int) -> int:
 def rendered(case: AnyCase) -> str:
     text = render(case.plan, layer="emulated")
     if isinstance(case, Case) and case.small_parts:
-        assert text.count("kLeast = 16;") == 1
-        text = text.replace("kLeast = 16;", "kLeast = 1; ")  # mutants are found by their positions
+        text = with_small_parts(text)
     return text
 
 

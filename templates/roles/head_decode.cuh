@@ -160,6 +160,16 @@ DEVICE void rank_locally(const Params& p, Smem& smem, LocalSort& sort) {
     }
 }
 
+// The pairs of the first task's rows, as role_schedule would publish them. One warp, after a barrier of the warps that
+// sort.
+DEVICE void write_first_rows(Smem& smem) {
+    if (smem.first[kFirstPreloaded] == 0) return;
+    const Task task = read_task(smem, 0);
+    for (u32 row = lane_idx(); row < task.num_rows; row += kWarpThreads) {
+        smem.task_rows[0][row] = smem.local_rows[task.row_start + row];
+    }
+}
+
 // Sorts what the ids are before the previous launch is over, so that weights flow already, and again if they were
 // written meanwhile. The warps that do not sort look at the ids again as soon as they may: once the weights flow, every
 // access to memory takes microseconds.
@@ -176,6 +186,8 @@ DEVICE void sort_early(const Params& p, Smem& smem, bool alone) {
         sync_math();
         if (alone && sort_thread() == 0) preload_weights(p, smem);
         rank_locally(p, smem, sort);
+        sync_math();
+        if (sort_warp() == 0) write_first_rows(smem);
     }
     wait_for_previous_launch();
     if (!sorts) now.load(p, thread_idx());
@@ -257,6 +269,8 @@ DEVICE void sort_once(const Params& p, Smem& smem) {
     sync_math();
     if (sort_thread() == 0) preload_weights(p, smem);
     rank_locally(p, smem, sort);
+    sync_math();
+    if (sort_warp() == 0) write_first_rows(smem);
 }
 
 DEVICE Head run_head(const Params& p, Smem& smem) {

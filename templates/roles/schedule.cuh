@@ -21,11 +21,11 @@ DEVICE u32 unit_size(u32 phase) { return min_of(16u, ceil_div(phase == kGemm1 ? 
 // Decode: where a GEMM has so few tiles that CTAs would have nothing to do, its tiles are tasks in parts along k. Sums
 // of parts are rounded otherwise than one sum, and nothing else that rounds depends on the batch.
 DEVICE u32 num_parts(const Smem& smem, u32 phase) {
-    constexpr u32 kLeast = 16;  // k-blocks of a part: joining takes as long as several
+    // k-blocks of a part, 1,024 channels: joining takes as long as several. Instead of 2,048, 1 token of S2 19.3 to 18.0
+    // us, in MXFP4 22.5 to 21.0 (H200, 2026-12-01 and 2026-11-30).
+    constexpr u32 kLeast = 1024 * kElementBytes / kTokenKBytes;
     const u32 num_tiles = smem.block_start[kNumExperts] * (phase == kGemm1 ? kNumTiles1 : kNumTiles2);
-    // Fewer of MXFP4, 1,024 channels, where few warps expand codes: 1 token of S2 22.5 to 21.0 us (H200, 2026-11-30).
-    constexpr u32 kLeastOfFormat = kMxWords > 0 ? min_of(kLeast, 1024 * kElementBytes / kTokenKBytes) : kLeast;
-    const u32 most = (phase == kGemm1 ? kNumKBlocks1 : kNumKBlocks2) / kLeastOfFormat;
+    const u32 most = (phase == kGemm1 ? kNumKBlocks1 : kNumKBlocks2) / kLeast;
     if (kSplitTokens || kBatchInvariant || 2 * num_tiles > num_blocks() || num_tiles == 0 || most == 0) return 1;
     return min_of(num_blocks() / num_tiles, most);
 }
@@ -105,6 +105,21 @@ DEVICE bool claims_two(const Task& task, u32 index, u32 end) {
     return task.k_end - task.k_begin < kClaimAhead && index + 2 * num_blocks() < end;
 }
 
+// Decode, few tasks: beside one of GEMM 2 that waits for GEMM 1 no other is claimed, though it is so short that load
+// asks for more before any of it is multiplied. CTAs that are through with GEMM 1 claim meanwhile, else one would be
+// left with two tasks where others have none. W4A8, 1 token: S4 38.9 to 31.4 us, S2 19.8 to 19.1 (H200, 2026-12-01).
+DEVICE bool holds_back(const Task& task, u32 end) {
+    constexpr bool kIsShort = kNumKBlocks2 < kClaimAhead + kNumLoadStages;
+    return !kSplitTokens && kIsShort && task.phase == kGemm2 && end < 2 * num_blocks();
+}
+
+// Until every tile of GEMM 1 has brought its channels to the block's rows of Params::mid. Pairs with
+// role_deliver.
+DEVICE void wait_for_mid(const Params& p, const Head& head, u32 block) {
+    wait_until(p, kWaitMid, block, kNumTiles1,
+               [&] { return load_acquire_gpu(counter(p, head, kBankBlocks + block)) == kNumTiles1; });
+}
+
 // One warp. Loads of all rows are in flight together: a load takes a microsecond beside the stream of tiles, and a tile
 // of GEMM 2 may take eight.
 DEVICE void publish_rows(const Params& p, Smem& smem, const Head& head, const Task& task, u32 slot) {
@@ -126,15 +141,38 @@ DEVICE void publish_rows(const Params& p, Smem& smem, const Head& head, const Ta
     }
 }
 
+// One lane.
+DEVICE void write_task(Smem& smem, u32 slot, const Task& task) {
+    u32* words = smem.tasks[slot];
+    words[0] = task.phase;
+    words[1] = task.expert;
+    words[2] = task.tile;
+    words[3] = task.row_start;
+    words[4] = task.num_rows;
+    words[5] = task.block;
+    words[6] = task.k_begin;
+    words[7] = task.k_end;
+}
+
+DEVICE Task read_task(const Smem& smem, u32 slot) {
+    const u32* words = smem.tasks[slot];
+    return {words[0], words[1], words[2], words[3], words[4], words[5], words[6], words[7]};
+}
+
+// Every lane of the schedule warp, for what it wrote; pairs with next_task.
+DEVICE void publish_task(Smem& smem, u32 slot) { arrive(&smem.task_full[slot]); }
+
 DEVICE void role_schedule(const Params& p, Smem& smem, const Head& head) {
     const u32 lane = lane_idx();
+    bool is_written = smem.first[kFirstPreloaded] != 0;  // the task, by the head: see write_first_rows
+    if (is_written) publish_task(smem, 0);
     const u32 num_tasks_1 = num_tasks(smem, kGemm1), end = num_tasks_1 + num_tasks(smem, kGemm2);
     if (!head.local) wait_for_head(p, head);
     Ring<kNumTaskSlots> slot;
     Ring<kNumTaskSlots> wanted;  // the task that load must be near the end of
     u32 orphan = 0;              // first tasks are looked through up to this CTA's
     bool in_head = head.alone;
-    for (u32 next = smem.first[kFirstTask];;) {
+    for (u32 next = smem.first[kFirstTask];; is_written = false) {
         u32 index = next;
         if (next >= num_tasks_1 && next < end && orphan < num_blocks()) {
             if (lane == 0) {
@@ -143,30 +181,26 @@ DEVICE void role_schedule(const Params& p, Smem& smem, const Head& head) {
             orphan = __shfl_sync(kFullMask, orphan, 0);
             if (orphan < num_blocks()) index = first_task(p, orphan++);
         }
-        wait_barrier(p, kWaitTaskEmpty, &smem.task_empty[slot.stage], slot.stage, slot.empty_parity());
         Task task{kDone};
-        if (index < end) {
-            task = decode_task(smem, index);
+        if (is_written) {
+            task = read_task(smem, slot.stage);
             trace_task(p, task);
-            publish_rows(p, smem, head, task, slot.stage);
+        } else {
+            wait_barrier(p, kWaitTaskEmpty, &smem.task_empty[slot.stage], slot.stage, slot.empty_parity());
+            if (index < end) {
+                task = decode_task(smem, index);
+                trace_task(p, task);
+                publish_rows(p, smem, head, task, slot.stage);
+            }
+            if (lane == 0) write_task(smem, slot.stage, task);
+            publish_task(smem, slot.stage);
         }
-        if (lane == 0) {
-            u32* words = smem.tasks[slot.stage];
-            words[0] = task.phase;
-            words[1] = task.expert;
-            words[2] = task.tile;
-            words[3] = task.row_start;
-            words[4] = task.num_rows;
-            words[5] = task.block;
-            words[6] = task.k_begin;
-            words[7] = task.k_end;
-        }
-        arrive(&smem.task_full[slot.stage]);  // every lane, for what it wrote; pairs with next_task
         if (in_head && lane == 0) end_head(p, head);
         in_head = false;
         if (task.phase == kDone) break;
         trace_end(p, kEventTask);
         if (!claims_two(task, index, end)) wanted = slot;
+        if (holds_back(task, end)) wait_for_mid(p, head, task.block);
         wait_barrier(p, kWaitTaskWanted, &smem.task_wanted[wanted.stage], wanted.stage, wanted.parity());
         wanted = slot;
         slot.advance();
@@ -176,11 +210,6 @@ DEVICE void role_schedule(const Params& p, Smem& smem, const Head& head) {
     }
     if constexpr (kNumRanks == 1) clear_unrouted_tokens(p);
     add_expert_counts(p, smem);
-}
-
-DEVICE Task read_task(const Smem& smem, u32 slot) {
-    const u32* words = smem.tasks[slot];
-    return {words[0], words[1], words[2], words[3], words[4], words[5], words[6], words[7]};
 }
 
 // The task in `slot`, for a role that reads it. Pairs with role_schedule; free_task gives the slot back.

@@ -98,10 +98,3 @@ constexpr u32 kFirstMathThread = kMathWarpBegin * kWarpThreads;
 
 // All math warps.
 DEVICE void sync_math() { sync_named(kMathBarrier, kNumMathWarps * kWarpThreads); }
-
-// Until every tile of GEMM 1 has brought its channels to the block's rows of Params::mid. Pairs with
-// role_deliver.
-DEVICE void wait_for_mid(const Params& p, const Head& head, u32 block) {
-    wait_until(p, kWaitMid, block, kNumTiles1,
-               [&] { return load_acquire_gpu(counter(p, head, kBankBlocks + block)) == kNumTiles1; });
-}
