@@ -46,6 +46,7 @@ EVENTS = {
     WAIT + 27: "wait flush",
 }
 CODES = {name: code for code, name in EVENTS.items()}
+_STEPS = [CODES[name] for name in ("mma", "epilogue", "combine")]  # of a task, one after the other
 
 _END, _WHOLE, _EVENT, _NUMBER = 128, 64, 63, 8  # of a stamp's second word: flags, mask, shift
 
@@ -107,6 +108,18 @@ def task_fields(payload: np.ndarray) -> dict[str, np.ndarray]:
     }
 
 
+def _ended_steps(ring: np.ndarray, what: np.ndarray) -> np.ndarray:
+    """By stamp, in the order of their rings: the step that it ends, by beginning another of the
+    same task or ending the task; 0 where it ends none.
+    """
+    event, is_end = what & _EVENT, what & _END != 0
+    is_step, is_task = np.isin(event, _STEPS), event == CODES["task"]
+    marks = np.where(is_step | is_task, np.arange(len(what)), -1)
+    before = np.concatenate(([-1], np.maximum.accumulate(marks)[:-1])) if len(marks) else marks
+    is_open = (before >= 0) & (ring[before] == ring) & is_step[before]
+    return np.where(is_open & (is_step | is_task & is_end), event[before], 0)
+
+
 def decode(rings: np.ndarray, plan: MegaMoePlan, unit: str = "ns") -> Timeline:
     """The events of a launch from its rings of stamps, zero where nothing was written.
 
@@ -124,14 +137,17 @@ def decode(rings: np.ndarray, plan: MegaMoePlan, unit: str = "ns") -> Timeline:
     written = number[np.flatnonzero(np.diff(ring, append=-1))].astype(np.int64) + 1  # by ring
     num_lost = int(written.sum()) - len(number)
 
-    # A stamp of a whole event, which ends at `high`, as its begin and its end.
-    whole = what & _WHOLE != 0
-    times = 1 + whole
-    end = (np.cumsum(times) - 1)[whole]
+    # Some stamps stand for two: a whole event's for its begin and, at `high`, its end; another
+    # that ends a step for that end too, before it.
+    whole, ended = what & _WHOLE != 0, _ended_steps(ring, what)
+    times = 1 + (whole | (ended != 0))
+    last = np.cumsum(times) - 1
+    whole, ends = last[whole], last[ended != 0] - 1
     ring, time, what, low, high, number = (
         np.repeat(a, times) for a in (ring, time, what, low, high, number)
     )
-    time[end], what[end], high[end - 1] = high[end], what[end] | _END, 0
+    time[whole], what[whole], high[whole - 1] = high[whole], what[whole] | _END, 0
+    what[ends] = ended[ended != 0] | _END
     event, is_end = what & _EVENT, what & _END != 0
 
     # Open events before each stamp, counted from the ring's first; a begin that was dropped makes

@@ -48,7 +48,6 @@ DEVICE void role_deliver(const Params& p, Smem& smem, const Head& head) {
                 if constexpr (kSumsHere)
                     combine_tokens(p, task, smem.task_rows[slot.stage], smem.task_used[slot.stage]);
                 finish_expert_tile(p, smem, head, task.expert, kDeliverWarps);
-                trace_end(p, kEventCombine);
             } else if (warp_idx() == kDeliverWarpBegin && lane_idx() == 0) {
                 // The block's rows of Params::mid are finished by every tile of GEMM 1; pairs with wait_for_mid.
                 add_release_gpu(counter(p, head, kBankBlocks + task.block), 1);

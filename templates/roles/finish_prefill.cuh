@@ -111,7 +111,6 @@ DEVICE void finish_tile(const Params& p, Smem& smem, const Task& task, u32 slot,
     if (task.phase == kGemm1 || !kSumsHere) return;
     trace_begin(p, kEventCombine);
     if (lists.num_stored > 0) sum_list(p, smem, lists.num_stored - 1);
-    trace_end(p, kEventCombine);
     lists.num_stored += 1;
 }
 

@@ -161,17 +161,13 @@ DEVICE void run_tile(const Params& p, Smem& smem, const Head& head, Ring<kNumSta
     } else {
         accumulate(p, smem, ring, at, k, sums);
     }
-    trace_end(p, kEventMma);
     trace_begin(p, kEventEpilogue);
     // Read again rather than kept in registers over the main loop.
     const Task same = read_task(smem, slot);
     const Share same_share = find_share(same);
     const u32* pairs = smem.task_rows[slot];
     if constexpr (kChannelScales) end_channel_scales();
-    if (!join_parts<N>(p, smem, head, same, slot, sums.own)) {
-        trace_end(p, kEventEpilogue);
-        return;
-    }
+    if (!join_parts<N>(p, smem, head, same, slot, sums.own)) return;
     if constexpr (kChannelScales) {
         apply_channel_scales<N, kTokenRows>(smem, same_share, sums.own);
         if constexpr (kHasExtra) {
@@ -191,7 +187,6 @@ DEVICE void run_tile(const Params& p, Smem& smem, const Head& head, Ring<kNumSta
         extra_weights.load(p, same, extra_share, pairs + kBlockTokens);
         store<kExtraColumns, false>(p, smem, same, extra_share, slot, extra_weights, pairs, sums.extra);
     }
-    trace_end(p, kEventEpilogue);
 }
 
 // As few columns as hold the tokens; prefill has no kernel text to spare for 8. W4A8 in decode, which spends

@@ -156,6 +156,15 @@ def shipped_plans():
             for plan in plans_of_model(alone.problem(1, format=format), gpu, **fields).values():
                 name = f"{format} {kind} {shape.name} {plan.bucket}{', biases' * has_bias}"
                 plans.setdefault(plan, name)
+    # Biases beside router weights on the input keep both through decode's main loop.
+    for format in ("fp8_block", "fp8_channel"):
+        for interleaved in (False, True):
+            fields = {"has_bias": True, "weight_on_input": True, "interleaved": interleaved}
+            for plan in plans_of_model(
+                replace(SHAPES["S1"], format=format), gpu, **fields
+            ).values():
+                name = f"{format} S1 {plan.bucket}, biases and weights on the input"
+                plans[plan] = f"{name}{', by turns' * interleaved}"
     return plans | plans_with_ranks(gpu)
 
 

@@ -73,14 +73,17 @@ def test_the_call_and_its_output(traced):
 
 
 def test_events_of_a_warp_nest_and_are_ordered(traced):
-    num_events = 0
+    num_events, steps = 0, [CODES[name] for name in ("mma", "epilogue", "combine")]
     for ring in traced.rings.reshape(-1, traced.plan.trace_capacity, 4):
         stamps = ring[ring[:, 1] != 0]
         assert np.array_equal(stamps[:, 1] >> 8, np.arange(len(stamps)))
         assert (np.diff(stamps[:, 0].astype(np.int64)) >= 0).all()
         stack = []
         for time, what, _, end in stamps.tolist():
-            num_events += what & 192 != 0
+            is_step = what & 63 in steps
+            if stack and stack[-1] in steps and (is_step or what & 128):
+                stack.pop()  # a step ends where the next begins or the task ends
+            num_events += is_step or what & 192 != 0
             if what & 128:
                 assert stack.pop() == what & 63
             elif what & 64:
@@ -217,6 +220,24 @@ def test_a_full_ring_keeps_the_newest():
         (wait, 1, 5, 15, 19),
         (wait, 1, 5, 20, 24),
         (task, 0, payload, 34, 44),
+    ]
+
+
+def test_a_step_ends_where_the_next_begins_or_the_task_ends():
+    task, mma, epilogue = CODES["task"], CODES["mma"], CODES["epilogue"]
+    wait = CODES["wait stage full"] | 64
+    codes = [task, mma, wait, epilogue, task | 128, task, task | 128, task, epilogue, task | 128]
+    stamps = [(10 * i, i, code) for i, code in enumerate(codes)]
+    timeline = decode(*ring(*stamps, capacity=16))
+    assert timeline.num_lost == 0
+    assert timeline.events[["event", "depth", "begin_ns", "end_ns"]].tolist() == [
+        (task, 0, 0, 40),
+        (mma, 1, 10, 30),
+        (wait & 63, 2, 20, 24),
+        (epilogue, 1, 30, 40),
+        (task, 0, 50, 60),
+        (task, 0, 70, 90),
+        (epilogue, 1, 80, 90),
     ]
 
 
