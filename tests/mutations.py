@@ -300,6 +300,8 @@ EQUIVALENT = {
     "ended: only later",
     "roles/schedule.cuh: without wait_barrier(p, kWaitTaskWanted, &smem.task_wanted[wanted.stage], "
     "wanted.stage, wanted.parity());": "tasks are claimed as soon as a slot is free: only earlier",
+    "roles/schedule.cuh: without wait_for_mid(p, head, task.block);": "a CTA may have two of few "
+    "tasks where others have none: only later",
     "roles/schedule.cuh: ) wanted = slot; -> ) wanted = wanted;": "two are claimed ahead, whatever "
     "their length: only earlier",
     "roles/schedule.cuh: task.k_begin -> 0 #2": "fewer parts are taken for short: only later",

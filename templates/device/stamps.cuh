@@ -24,8 +24,7 @@ DEVICE void stamp(const Params& p, u32 time, u32 event, u32 payload, u32 more) {
     const uint4 at = *ring;
     ring->z = at.z + 1;
     const u64 address = u64(at.y) << 32 | at.x;
-    reinterpret_cast<uint4*>(address)[at.z % kTraceCapacity] =
-        make_uint4(time, at.z << 8 | event, payload, more);
+    reinterpret_cast<uint4*>(address)[at.z % kTraceCapacity] = make_uint4(time, at.z << 8 | event, payload, more);
 }
 
 DEVICE void trace_begin(const Params& p, u32 event, u32 payload = 0, u32 more = 0) {

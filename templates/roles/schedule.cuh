@@ -21,8 +21,8 @@ DEVICE u32 unit_size(u32 phase) { return min_of(16u, ceil_div(phase == kGemm1 ? 
 // Decode: where a GEMM has so few tiles that CTAs would have nothing to do, its tiles are tasks in parts along k. Sums
 // of parts are rounded otherwise than one sum, and nothing else that rounds depends on the batch.
 DEVICE u32 num_parts(const Smem& smem, u32 phase) {
-    // k-blocks of a part, 1,024 channels: joining takes as long as several. Instead of 2,048, 1 token of S2 19.3 to 18.0
-    // us, in MXFP4 22.5 to 21.0 (H200, 2026-12-01 and 2026-11-30).
+    // k-blocks of a part, 1,024 channels: joining takes as long as several. Instead of 2,048, 1 token of S2 19.3
+    // to 18.0 us, in MXFP4 22.5 to 21.0 (H200, 2026-12-01 and 2026-11-30).
     constexpr u32 kLeast = 1024 * kElementBytes / kTokenKBytes;
     const u32 num_tiles = smem.block_start[kNumExperts] * (phase == kGemm1 ? kNumTiles1 : kNumTiles2);
     const u32 most = (phase == kGemm1 ? kNumKBlocks1 : kNumKBlocks2) / kLeast;
@@ -164,8 +164,13 @@ DEVICE void publish_task(Smem& smem, u32 slot) { arrive(&smem.task_full[slot]); 
 
 DEVICE void role_schedule(const Params& p, Smem& smem, const Head& head) {
     const u32 lane = lane_idx();
-    bool is_written = smem.first[kFirstPreloaded] != 0;  // the task, by the head: see write_first_rows
-    if (is_written) publish_task(smem, 0);
+    Task task{kDone};
+    bool is_written = smem.first[kFirstPreloaded] != 0;  // by the head: see write_first_rows
+    if (is_written) {
+        task = read_task(smem, 0);
+        publish_task(smem, 0);
+        trace_task(p, task);
+    }
     const u32 num_tasks_1 = num_tasks(smem, kGemm1), end = num_tasks_1 + num_tasks(smem, kGemm2);
     if (!head.local) wait_for_head(p, head);
     Ring<kNumTaskSlots> slot;
@@ -181,12 +186,9 @@ DEVICE void role_schedule(const Params& p, Smem& smem, const Head& head) {
             orphan = __shfl_sync(kFullMask, orphan, 0);
             if (orphan < num_blocks()) index = first_task(p, orphan++);
         }
-        Task task{kDone};
-        if (is_written) {
-            task = read_task(smem, slot.stage);
-            trace_task(p, task);
-        } else {
+        if (!is_written) {
             wait_barrier(p, kWaitTaskEmpty, &smem.task_empty[slot.stage], slot.stage, slot.empty_parity());
+            task.phase = kDone;
             if (index < end) {
                 task = decode_task(smem, index);
                 trace_task(p, task);
