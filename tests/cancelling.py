@@ -2,8 +2,7 @@
 were cut. In two parts the sums of the halves are exactly opposite, and y is zero.
 """
 
-HIDDEN = 4096  # two parts of 16 k-blocks
-MX_HIDDEN = 2048  # with weights in MXFP4 of 8
+HIDDEN = 2048  # two parts, as decode cuts few tiles
 
 
 def cancel(codes_of_rows, scales_of_rows, signs=0x80):

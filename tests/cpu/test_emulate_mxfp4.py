@@ -6,7 +6,8 @@ import dataclasses
 
 import numpy as np
 import pytest
-from cancelling import MX_HIDDEN, cancel, repeat
+from cancelling import HIDDEN as CANCELLING_HIDDEN
+from cancelling import cancel, repeat
 from exact import HIDDEN as EXACT_HIDDEN
 from exact import (
     LEAST_EXPONENT,
@@ -260,10 +261,10 @@ def test_sums_that_cancel(format):
     the largest would take prefill.
     """
     largest = 200
-    layer = reference.random_layer(3, MX_HIDDEN, 32, seed=1, format=format)
+    layer = reference.random_layer(3, CANCELLING_HIDDEN, 32, seed=1, format=format)
     cancel(layer.w13, layer.w13_scale, signs=0x88)
     weights = wrap(layer, format)
-    x, ids, router = reference.random_tokens(largest, MX_HIDDEN, 3, 1, seed=2, outliers=64)
+    x, ids, router = reference.random_tokens(largest, CANCELLING_HIDDEN, 3, 1, seed=2, outliers=64)
     codes, scale = fp8.quantize_tokens(x)
     x = fp8.encode_bf16(x)
     repeat(codes, scale)

@@ -1,7 +1,7 @@
 """batch_invariant=True on a GPU: a token's bits are those of any batch."""
 
 import pytest
-from cancelling import HIDDEN, MX_HIDDEN, cancel, repeat
+from cancelling import HIDDEN, cancel, repeat
 
 from jitmoe import ExpertWeights, reference
 from jitmoe.fp8 import quantize_tokens
@@ -45,7 +45,7 @@ def test_sums_that_cancel(make_layer, make_call, workspace, format):
     import cupy
 
     is_mx = format_of(format).is_mx
-    layer = make_layer(EXPERTS, MX_HIDDEN if is_mx else HIDDEN, INTERMEDIATE, format=format)
+    layer = make_layer(EXPERTS, HIDDEN, INTERMEDIATE, format=format)
     codes = reference.Layer(*(part.copy() for part in layer.codes))
     cancel(codes.w13, codes.w13_scale, signs=0x88 if is_mx else 0x80)
     said = format if is_mx else None
