@@ -29,9 +29,9 @@ DEVICE void load_weights(const Params& p, Smem& smem, const Task& task, u64 poli
     }
 }
 
-// What is in flight delays every other access to memory by its size over the bandwidth. All stages of FP8 instead of
-// three: 1 and 8 tokens of S2 -1.8 and -1.4 %, 1 of S1, S3 and S4 -0.4 to -0.9 %; of MXFP4 S1 1 and S2 32 +1 % (H200,
-// 2026-12-01).
+// What is in flight delays every other access to memory by its size over the bandwidth. All stages instead of three, in
+// FP8: 1 and 8 tokens of S2 -1.8 and -1.4 %, 1 of S1, S3 and S4 -0.4 to -0.9 %; in MXFP4 S1 1 and S2 32 +1 % (H200,
+// 2026-12-01). Of bf16 it is a guess.
 constexpr u32 kPreloaded = kMxWords > 0 ? min_of(3 * 32768 / kLandingBytes, kNumStages) : kNumStages;
 
 // The first tiles of the CTA's first task into the ring, on barriers of their own: the head does it as soon as it knows
