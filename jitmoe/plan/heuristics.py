@@ -126,7 +126,8 @@ def choose(problem: MoeProblem, gpu: GpuSpec, **variant) -> MegaMoePlan:
 def _registers(
     name: str, problem: MoeProblem, many_ranks: bool, biases_input: bool
 ) -> tuple[int, int]:
-    """Of the warps beside math, and of math: those that kernels of the bucket do not spill with.
+    """Of the warps beside math, and of math: those that kernels of the bucket do not spill with;
+    `biases_input` says that there are biases and that router weights are on the input.
     Two do, and the build refuses them: W4A8 in prefill, traced, with biases and 17 slots (8 bytes),
     and in decode on many ranks, traced, where top_k is no power of two (28 to 48).
     """

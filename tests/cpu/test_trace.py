@@ -259,7 +259,7 @@ def test_events_have_the_kernels_numbers():
     events = numbers("events.cuh", "Event")
     assert events.pop(WAIT) == "wait"
     waits = {WAIT + n: f"wait {name}" for n, name in numbers("check.cuh", "Wait").items()}
-    assert events | waits == EVENTS
+    assert events | waits == EVENTS and max(EVENTS) < 64, "bits 6 and 7 of a stamp say what it is"
 
 
 def test_an_untraced_kernel_has_no_trace(tmp_path):
