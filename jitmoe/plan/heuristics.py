@@ -128,8 +128,8 @@ def _registers(
 ) -> tuple[int, int]:
     """Of the warps beside math, and of math: those that kernels of the bucket do not spill with;
     `biases_input` says that there are biases and that router weights are on the input.
-    Two do, and the build refuses them: W4A8 in prefill, traced, with biases and 17 slots (8 bytes),
-    and in decode on many ranks, traced, where top_k is no power of two (28 to 48).
+    Three do, and the build refuses them: W4A8 in prefill, traced, with biases and 17 slots (8
+    bytes); W4A8 and FP8 in decode on many ranks, traced, where top_k is no power of two (20 to 48).
     """
     form = format_of(problem.format)
     if name == "prefill" and form.is_mx:
