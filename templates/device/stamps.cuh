@@ -11,8 +11,8 @@ constexpr u32 kStampWhole = 64;
 DEVICE void start_trace(const Params& p, Smem& smem) {
     const u32 warp = thread_idx() / kWarpThreads, ring = block_idx() * (kNumThreads / kWarpThreads) + warp;
     if (lane_idx() != 0) return;
-    const u64 address = reinterpret_cast<u64>(p.trace + u64(ring) * kTraceCapacity);
-    *reinterpret_cast<uint4*>(smem.trace_rings[warp]) = make_uint4(u32(address), u32(address >> 32), 0, 0);
+    smem.trace_rings[warp][0] = reinterpret_cast<u64>(p.trace + u64(ring) * kTraceCapacity);
+    smem.trace_rings[warp][1] = 0;
 }
 
 // A record is time, number << 8 | end or whole | event, and the payload: as tracing/events.py reads it.
@@ -20,11 +20,9 @@ DEVICE void stamp(const Params& p, u32 time, u32 event, u32 payload, u32 more) {
     u32 thread = thread_idx();
     forget_value(thread);  // else addresses that all stamps share stay in registers
     if (thread % (thread < 4 * kWarpThreads ? kWarpThreads : 4 * kWarpThreads) != 0) return;
-    uint4* ring = reinterpret_cast<uint4*>(shared_memory<Smem>().trace_rings[thread / kWarpThreads]);
-    const uint4 at = *ring;
-    ring->z = at.z + 1;
-    const u64 address = u64(at.y) << 32 | at.x;
-    reinterpret_cast<uint4*>(address)[at.z % kTraceCapacity] = make_uint4(time, at.z << 8 | event, payload, more);
+    u64* ring = shared_memory<Smem>().trace_rings[thread / kWarpThreads];
+    const u32 number = (*reinterpret_cast<u32*>(ring + 1))++;
+    reinterpret_cast<uint4*>(ring[0])[number % kTraceCapacity] = make_uint4(time, number << 8 | event, payload, more);
 }
 
 DEVICE void trace_begin(const Params& p, u32 event, u32 payload = 0, u32 more = 0) {
