@@ -95,8 +95,7 @@ def choose(problem: MoeProblem, gpu: GpuSpec, **variant) -> MegaMoePlan:
     if has_one_bucket(problem.format, variant.get("batch_invariant", False), many_ranks):
         name = "decode"
     sizes = {"decode": MX_SIZES, "prefill": EXPAND_SIZES} if is_mx else SIZES
-    biases_input = has_bias and variant.get("weight_on_input", False)
-    producer_regs, math_regs = _registers(name, problem, many_ranks, biases_input)
+    producer_regs, math_regs = _registers(name, problem, has_bias, many_ranks)
     for num_stages, num_task_slots, num_local_pairs, *packed in sizes[name]:
         plan = MegaMoePlan(
             arch=gpu.arch,
@@ -123,11 +122,8 @@ def choose(problem: MoeProblem, gpu: GpuSpec, **variant) -> MegaMoePlan:
     raise PlanError(f"no ring of 3 stages fits {gpu.smem_bytes:,} B of shared memory for {problem}")
 
 
-def _registers(
-    name: str, problem: MoeProblem, many_ranks: bool, biases_input: bool
-) -> tuple[int, int]:
-    """Of the warps beside math, and of math: those that kernels of the bucket do not spill with;
-    `biases_input` says that there are biases and that router weights are on the input.
+def _registers(name: str, problem: MoeProblem, has_bias: bool, many_ranks: bool) -> tuple[int, int]:
+    """Of the warps beside math, and of math: those that kernels of the bucket do not spill with.
     Three do, and the build refuses them: W4A8 in prefill, traced, with biases and 17 slots (8
     bytes); W4A8 and FP8 in decode on many ranks, traced, where top_k is no power of two (20 to 48).
     """
@@ -140,7 +136,7 @@ def _registers(
     divides = problem.top_k & (problem.top_k - 1) != 0
     if form.is_mx and form.quantizes and not (many_ranks and divides):
         return 80, 176
-    if form.quantizes and (many_ranks or biases_input):
+    if form.quantizes and (many_ranks or has_bias):
         return 88, 168
     return (96, 160) if problem.gated or not form.is_mx else (88, 168)
 

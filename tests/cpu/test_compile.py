@@ -11,6 +11,7 @@ from jitmoe.plan.gpu import gpu_spec
 from jitmoe.plan.heuristics import plans_of_model
 from jitmoe.plan.models import MODELS, ModelShape
 from jitmoe.plan.problem import MoeProblem
+from jitmoe.plan.variant import is_gated
 
 # Ranks that usually share a model's experts.
 USUAL_EP = {
@@ -156,15 +157,13 @@ def shipped_plans():
             for plan in plans_of_model(alone.problem(1, format=format), gpu, **fields).values():
                 name = f"{format} {kind} {shape.name} {plan.bucket}{', biases' * has_bias}"
                 plans.setdefault(plan, name)
-    # Biases beside router weights on the input keep both through decode's main loop.
+    # What decode with biases spilled at with the registers of decode without.
     for format in ("fp8_block", "fp8_channel"):
-        for interleaved in (False, True):
-            fields = {"has_bias": True, "weight_on_input": True, "interleaved": interleaved}
-            for plan in plans_of_model(
-                replace(SHAPES["S1"], format=format), gpu, **fields
-            ).values():
-                name = f"{format} S1 {plan.bucket}, biases and weights on the input"
-                plans[plan] = f"{name}{', by turns' * interleaved}"
+        for kind in ("swiglu", "silu_no_gate"):
+            problem = replace(SHAPES["S1"], format=format, gated=is_gated(kind))
+            fields = {"has_bias": True, "weight_on_input": kind == "swiglu", "activation": kind}
+            for plan in plans_of_model(problem, gpu, **fields).values():
+                plans.setdefault(plan, f"{format} S1 {kind} {plan.bucket}, biases as spilled")
     return plans | plans_with_ranks(gpu)
 
 
