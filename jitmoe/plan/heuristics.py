@@ -123,9 +123,11 @@ def choose(problem: MoeProblem, gpu: GpuSpec, **variant) -> MegaMoePlan:
 
 
 def _registers(name: str, problem: MoeProblem, has_bias: bool, many_ranks: bool) -> tuple[int, int]:
-    """Of the warps beside math, and of math: those that kernels of the bucket do not spill with.
-    Three do, and the build refuses them: W4A8 in prefill, traced, with biases and 17 slots (8
-    bytes); W4A8 and FP8 in decode on many ranks, traced, where top_k is no power of two (20 to 48).
+    """Of the warps beside math, and of math: those that most kernels of the bucket do not spill
+    with. Some do, and the build refuses them. Known, with biases: W4A8 in prefill, traced, with 17
+    slots (8 bytes); bf16 in prefill on many ranks without presum (36 to 44), or traced without a
+    gate (12 to 64); W4A8 in decode on many ranks with 10 or 17 slots (4 and 36). Without: W4A8 and
+    FP8 in decode on many ranks, traced, where top_k is no power of two (20 to 48).
     """
     form = format_of(problem.format)
     if name == "prefill" and form.is_mx:
